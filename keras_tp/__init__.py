@@ -1,0 +1,6 @@
+"""Declarative tensor parallelism for Keras 3 on every distributed backend."""
+
+from keras_tp import distribution
+from keras_tp.distribution.distribution_lib import install
+from keras_tp.distribution.distribution_lib import uninstall
+from keras_tp.version import __version__

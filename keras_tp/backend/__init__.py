@@ -1,0 +1,36 @@
+"""The backend modules; the one in use is chosen by Keras's own setting."""
+
+import importlib
+
+import keras
+
+# A new backend is a folder of this package and a row here.
+SUPPORTED_BACKENDS = ("jax",)
+
+
+def _load_distribution_lib():
+    """Returns the `distribution_lib` module of Keras's current backend.
+
+    Raises:
+        ValueError: if that backend has no distributed runtime that keras_tp
+            knows.
+    """
+    name = keras.config.backend()
+    if name not in SUPPORTED_BACKENDS:
+        supported = ", ".join(repr(b) for b in SUPPORTED_BACKENDS)
+        raise ValueError(
+            f"keras_tp cannot distribute on the Keras backend {name!r}. "
+            f"Supported backends: {supported}. Set the environment variable "
+            "KERAS_BACKEND to one of them before Keras is imported. "
+            f"Received: keras.config.backend()={name!r}"
+        )
+    return importlib.import_module(f"keras_tp.backend.{name}.distribution_lib")
+
+
+def __getattr__(name):
+    # Lazy, so that `import keras_tp` works (and patches nothing) on a
+    # backend that cannot distribute; the first use says so.
+    if name == "distribution_lib":
+        globals()[name] = _load_distribution_lib()
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

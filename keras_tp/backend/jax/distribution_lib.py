@@ -1,0 +1,220 @@
+"""Distribution on JAX: a variable is a `jax.Array` with a `NamedSharding`.
+
+GSPMD inserts the collectives. Keras's own JAX module does most of the work
+here; the functions are those that CONTRIBUTING.md lists for every backend.
+"""
+
+import os
+import re
+import runpy
+import sys
+
+import jax
+import numpy as np
+from keras.src.backend import config
+from keras.src.backend.jax import distribution_lib as keras_lib
+
+from keras_tp.backend.jax import collectives
+from keras_tp.backend.jax import hooks
+
+# XLA gives up on a CPU collective whose participants do not arrive in time;
+# with more virtual devices than cores they arrive late.
+_COLLECTIVE_TIMEOUT_S = 600
+_XLA_CPU_FLAGS = {
+    "xla_cpu_collective_call_terminate_timeout_seconds": _COLLECTIVE_TIMEOUT_S,
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": _COLLECTIVE_TIMEOUT_S,
+}
+
+
+def list_devices(device_type=None):
+    """Returns the names of the devices of all processes.
+
+    Args:
+        device_type: String, `"cpu"`, `"gpu"` or `"tpu"`. Defaults to the
+            accelerator if there is one, else `"cpu"`.
+    """
+    try:
+        return keras_lib.list_devices(device_type)
+    except RuntimeError as e:
+        raise ValueError(
+            f"JAX has no devices of type {device_type!r} here. "
+            f"Received: device_type={device_type!r}"
+        ) from e
+
+
+def get_device_count(device_type=None):
+    """Returns the number of devices of all processes."""
+    return len(list_devices(device_type))
+
+
+def initialize(job_addresses, num_processes, process_id):
+    """Joins the other processes through `jax.distributed`."""
+    keras_lib.initialize(job_addresses, num_processes, process_id)
+
+
+def num_processes():
+    """Returns the number of processes."""
+    return keras_lib.num_processes()
+
+
+def process_id():
+    """Returns the index of this process."""
+    return keras_lib.process_id()
+
+
+def activate():
+    """Refuses to distribute where the numbers would depend on the devices.
+
+    Called before the hooks are installed.
+    """
+    if config.is_nnx_enabled():
+        raise ValueError(
+            "keras_tp does not support Keras's NNX mode. Unset "
+            "KERAS_NNX_ENABLED. Received: keras.config.is_nnx_enabled()=True"
+        )
+    if not jax.config.jax_threefry_partitionable:
+        raise ValueError(
+            "With jax_threefry_partitionable=False, random numbers (initial "
+            "values, dropout masks) depend on the number of devices. Leave it "
+            "at its default, True. Received: "
+            "jax.config.jax_threefry_partitionable=False"
+        )
+
+
+def hook_table():
+    """Returns the rows of JAX's hook table."""
+    return hooks.TABLE
+
+
+def distribute_tensor(tensor, layout):
+    """Changes the layout of a tensor, eagerly or while tracing.
+
+    Args:
+        tensor: `jax.Array` or tracer.
+        layout: `TensorLayout`, or a sharding of JAX.
+    """
+    return keras_lib.distribute_tensor(tensor, layout)
+
+
+def distribute_data_input(per_process_batch, layout, batch_dim_name):
+    """Puts one process's part of a batch on the devices.
+
+    Args:
+        per_process_batch: Array, this process's part of the batch.
+        layout: `TensorLayout`, or a sharding of JAX. A batch that it cannot
+            split evenly is replicated.
+        batch_dim_name: String, mesh axis that splits the batch.
+
+    Returns:
+        The global batch as a `jax.Array`.
+    """
+    return keras_lib.distribute_data_input(
+        per_process_batch,
+        hooks.batch_layout(per_process_batch, layout),
+        batch_dim_name,
+    )
+
+
+def relayout_variable(variable, layout):
+    """Moves a variable to another layout; its value stays the same.
+
+    Args:
+        variable: A Keras variable. At most its old and its new shards are in
+            memory together.
+        layout: `TensorLayout`, or `None` for a plain array on one device.
+    """
+    value = variable._value
+    if layout is None:
+        # By way of the host: a plain array must not be tied to a device.
+        moved = jax.numpy.asarray(np.asarray(value))
+    else:
+        moved = jax.device_put(value, layout.backend_layout)
+    moved.block_until_ready()
+    variable._layout = layout
+    variable._value = moved
+
+
+def variable_bytes_by_device(variable):
+    """Returns a dict of device name to the bytes that it holds of a variable.
+
+    Read from the live arrays; devices of other processes are not listed.
+    """
+    held = {}
+    for shard in variable._value.addressable_shards:
+        name = f"{shard.device.platform}:{shard.device.id}"
+        held[name] = held.get(name, 0) + shard.data.nbytes
+    return held
+
+
+def variable_axes(variable):
+    """Returns what splits each dim of a variable, read from the live array.
+
+    Returns:
+        Tuple with `None`, a mesh axis or a tuple of mesh axes for each dim;
+        `None` if the variable is a plain array on one device.
+    """
+    sharding = variable._value.sharding
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    axes = tuple(sharding.spec)
+    return axes + (None,) * (variable._value.ndim - len(axes))
+
+
+def count_collectives(model, x, y=None):
+    """Counts the collectives of the compiled step of a model.
+
+    Args:
+        model: A Keras model whose distribution is the current one.
+        x: Inputs of one batch.
+        y: Targets of the batch. Defaults to `None`: the forward pass.
+
+    Returns:
+        Dict of the collective's name to `(count, bytes)`.
+    """
+    return collectives.count(collectives.compile_step(model, x, y).as_text())
+
+
+def launch(device_count, argv):
+    """Runs a script in this process on a number of devices.
+
+    Args:
+        device_count: Int. Where JAX finds no accelerator, so many virtual CPU
+            devices are made.
+        argv: List of strings: the script and its arguments.
+    """
+    os.environ["XLA_FLAGS"] = _xla_flags(
+        os.environ.get("XLA_FLAGS", ""), device_count
+    )
+    available = list_devices()
+    if len(available) < device_count:
+        raise ValueError(
+            f"{device_count} devices were asked for, and JAX finds "
+            f"{len(available)}: {available}. To use virtual CPU devices "
+            "instead, set JAX_PLATFORMS=cpu."
+        )
+    sys.argv = list(argv)
+    sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def _xla_flags(flags, device_count):
+    """Returns `XLA_FLAGS` with the device count, and timeouts if unset."""
+    name = "xla_force_host_platform_device_count"
+    kept = [f for f in flags.split() if not re.match(rf"--{name}\b", f)]
+    kept.append(f"--{name}={device_count}")
+    for timeout, seconds in _XLA_CPU_FLAGS.items():
+        if timeout not in flags:
+            kept.append(f"--{timeout}={seconds}")
+    return " ".join(kept)
+
+
+def _to_backend_device(device_name):
+    return keras_lib._to_backend_device(device_name)
+
+
+def _to_backend_mesh(device_mesh):
+    return keras_lib._to_backend_mesh(device_mesh)
+
+
+def _to_backend_layout(tensor_layout):
+    return keras_lib._to_backend_layout(tensor_layout)

@@ -1,0 +1,430 @@
+"""Meshes, layouts, distributions and the global setting.
+
+Everything is a subclass or a thin delegate: what a mesh or a layout is to the
+framework in use is the business of `keras_tp.backend`.
+"""
+
+import collections
+import math
+import os
+import warnings
+
+import numpy as np
+from keras import tree
+from keras.src.backend.common.keras_tensor import KerasTensor
+from keras.src.backend.common.name_scope import current_path
+from keras.src.distribution import distribution_lib as keras_lib
+
+from keras_tp import backend
+from keras_tp.backend import hooks
+from keras_tp.distribution import model_hooks
+from keras_tp.distribution.layout_map import LayoutMap
+from keras_tp.distribution.origin import WEIGHT
+from keras_tp.distribution.origin import current_root
+from keras_tp.distribution.origin import origin_of
+from keras_tp.distribution.tensor_layout import TensorLayout
+from keras_tp.distribution.tensor_layout import batch_replicated_if_uneven
+from keras_tp.distribution.tensor_layout import check_layout
+
+DEFAULT_BATCH_DIM_NAME = keras_lib.DEFAULT_BATCH_DIM_NAME
+
+# Keras's own setting is the only one.
+distribution = keras_lib.distribution
+
+
+def list_devices(device_type=None):
+    """Returns the devices that a mesh can be made of.
+
+    In a setting of several processes these are the devices of all of them.
+
+    Args:
+        device_type: String, one of `"cpu"`, `"gpu"` and `"tpu"`. Defaults to
+            the accelerator if there is one, else `"cpu"`.
+
+    Returns:
+        List of strings, such as `["gpu:0", "gpu:1"]`.
+    """
+    return backend.distribution_lib.list_devices(device_type)
+
+
+def get_device_count(device_type=None):
+    """Returns the number of devices that a mesh can be made of.
+
+    Args:
+        device_type: String, one of `"cpu"`, `"gpu"` and `"tpu"`. Defaults to
+            the accelerator if there is one, else `"cpu"`.
+
+    Returns:
+        Int, the length of `list_devices(device_type)`.
+    """
+    return backend.distribution_lib.get_device_count(device_type)
+
+
+def initialize(job_addresses=None, num_processes=None, process_id=None):
+    """Joins this process to the others of a run over several processes.
+
+    To be called before any computation. An argument that is not given is read
+    from the environment: `KERAS_DISTRIBUTION_JOB_ADDRESSES`,
+    `KERAS_DISTRIBUTION_NUM_PROCESSES`, `KERAS_DISTRIBUTION_PROCESS_ID`.
+
+    Args:
+        job_addresses: String, comma-separated `host:port` of the processes;
+            JAX needs only that of process 0.
+        num_processes: Int, number of processes.
+        process_id: Int from 0 to `num_processes - 1`.
+    """
+    env = os.environ
+    if job_addresses is None:
+        job_addresses = env.get("KERAS_DISTRIBUTION_JOB_ADDRESSES")
+    if num_processes is None and "KERAS_DISTRIBUTION_NUM_PROCESSES" in env:
+        num_processes = int(env["KERAS_DISTRIBUTION_NUM_PROCESSES"])
+    if process_id is None and "KERAS_DISTRIBUTION_PROCESS_ID" in env:
+        process_id = int(env["KERAS_DISTRIBUTION_PROCESS_ID"])
+    backend.distribution_lib.initialize(
+        job_addresses, num_processes, process_id
+    )
+
+
+class DeviceMesh(keras_lib.DeviceMesh):
+    """A grid of devices with named axes.
+
+    As `keras.distribution.DeviceMesh`, but the devices have to exist.
+
+    Args:
+        shape: Tuple of ints, number of devices along each axis.
+        axis_names: List of strings, one for each axis.
+        devices: List of device names, as many as the product of `shape`.
+            Defaults to all of `list_devices()`.
+
+    Raises:
+        ValueError: if the number of devices differs from that of the shape, or
+            a device is unknown or listed twice.
+    """
+
+    def __init__(self, shape, axis_names, devices=None):
+        listed = devices is not None
+        devices = np.array(devices if listed else list_devices())
+        given = [str(device) for device in devices.flatten()]
+        count = math.prod(shape) if shape else 0
+        if count and len(shape) == len(axis_names) and count != len(given):
+            raise ValueError(
+                "Shape does not match the number of devices. A mesh of shape "
+                f"{tuple(shape)} has {count} devices, and {len(given)} are "
+                f"{'listed' if listed else 'available'}. Received: "
+                f"shape={tuple(shape)}; devices={given}"
+            )
+        repeated = [d for d, k in collections.Counter(given).items() if k > 1]
+        if repeated:
+            raise ValueError(
+                "A mesh can hold a device only once. Repeated: "
+                f"{repeated}. Received: devices={given}"
+            )
+        _check_devices_exist(devices.flatten())
+        super().__init__(shape, axis_names, devices)
+
+    @property
+    def backend_mesh(self):
+        if not hasattr(self, "_backend_mesh"):
+            lib = backend.distribution_lib
+            self._backend_mesh = lib._to_backend_mesh(self)
+        return self._backend_mesh
+
+
+class Distribution(keras_lib.Distribution):
+    """Base class of the distributions: a mesh, and which axis splits batches.
+
+    Args:
+        device_mesh: `DeviceMesh`.
+        batch_dim_name: String, mesh axis that splits the first dim of the
+            data. Defaults to `None`.
+        auto_shard_dataset: Boolean. Whether, where there are several
+            processes, each is fed only its part of a dataset. Defaults to
+            `True`.
+    """
+
+    def __init__(
+        self, device_mesh, batch_dim_name=None, auto_shard_dataset=True
+    ):
+        super().__init__(device_mesh, batch_dim_name, auto_shard_dataset)
+        self._num_processes = backend.distribution_lib.num_processes()
+        self._process_id = backend.distribution_lib.process_id()
+        self._is_multi_process = self._num_processes > 1
+
+    def get_data_layout(self, data_shape):
+        axes = [None] * len(data_shape)
+        if axes:
+            axes[0] = self.batch_dim_name
+        return TensorLayout(axes, self.device_mesh)
+
+    def get_variable_layout(self, variable):
+        if getattr(variable, "_layout", None) is not None:
+            return variable._layout
+        return self._replicated(variable.shape)
+
+    def get_tensor_layout(self, path):
+        return None
+
+    def check_model(self, model):
+        """Warns, or in strict mode raises, about layouts that miss a model.
+
+        Called once for each outermost model, before its first compile, fit or
+        call. The base class has nothing to check.
+
+        Args:
+            model: A built Keras model.
+        """
+
+    def _replicated(self, shape):
+        return TensorLayout([None] * len(shape), self.device_mesh)
+
+    @property
+    def num_model_replicas(self):
+        sizes = dict(zip(self.device_mesh.axis_names, self.device_mesh.shape))
+        return sizes.get(self.batch_dim_name, 1)
+
+    def scope(self):
+        """Context manager that makes this distribution the current one."""
+        install()
+        return super().scope()
+
+
+class DataParallel(keras_lib.DataParallel, Distribution):
+    """Distribution that splits the batch and replicates the variables.
+
+    As `keras.distribution.DataParallel`.
+
+    Args:
+        device_mesh: `DeviceMesh` of one axis; of a larger one the first axis
+            splits the batch, with a warning. Defaults to `None`.
+        devices: List of device names for a mesh of one axis. Defaults to all
+            of `list_devices()`.
+        auto_shard_dataset: Boolean. Whether, where there are several
+            processes, each is fed only its part of a dataset. Defaults to
+            `True`.
+    """
+
+    def _initialize_mesh_from_devices(self, devices, auto_shard_dataset):
+        mesh = DeviceMesh(
+            shape=(len(devices),),
+            axis_names=[DEFAULT_BATCH_DIM_NAME],
+            devices=devices,
+        )
+        self._initialize_with_device_mesh(mesh, auto_shard_dataset)
+
+    def _initialize_mesh_from_list_devices(self, auto_shard_dataset):
+        self._initialize_mesh_from_devices(list_devices(), auto_shard_dataset)
+
+    def _initialize_with_device_mesh(self, device_mesh, auto_shard_dataset):
+        if not isinstance(device_mesh, keras_lib.DeviceMesh):
+            raise ValueError(
+                "Expect `mesh` to be an instance of `DeviceMesh`. "
+                f"Received: mesh={device_mesh} (of type {type(device_mesh)})"
+            )
+        Distribution.__init__(
+            self, device_mesh, device_mesh.axis_names[0], auto_shard_dataset
+        )
+        if len(device_mesh.shape) != 1:
+            warnings.warn(
+                "Expect the input mesh to be 1D, but received "
+                f"mesh.devices.ndim={len(device_mesh.shape)}. The first axis "
+                "will be used for data-parallel sharding.",
+                stacklevel=3,
+            )
+
+    # The batch axis may be one of several, and what it does not split holds
+    # the same model.
+    num_model_replicas = Distribution.num_model_replicas
+    get_data_layout = Distribution.get_data_layout
+    get_variable_layout = Distribution.get_variable_layout
+
+
+class ModelParallel(keras_lib.ModelParallel, Distribution):
+    """Distribution that splits variables as a `LayoutMap` declares.
+
+    As `keras.distribution.ModelParallel`, without its silent failures: see
+    `LayoutMap` for what is reported about a model. A layout that cannot hold
+    its variable (rank, divisibility) is a `ValueError` when the variable is
+    made. Optimizer slots take the layout of their variable; metrics and random
+    state are replicated, whatever patterns match them.
+
+    Example:
+
+    ```python
+    mesh = DeviceMesh((1, 4), ["batch", "model"])
+    layout_map = LayoutMap(mesh)
+    layout_map[".*up/kernel"] = (None, "model")
+    layout_map[".*down/kernel"] = ("model", None)
+    set_distribution(ModelParallel(layout_map=layout_map))
+    ```
+
+    Args:
+        layout_map: `LayoutMap`.
+        batch_dim_name: String, mesh axis that splits the first dim of the
+            data. Defaults to the first axis of the mesh.
+        auto_shard_dataset: Boolean. Whether, where there are several
+            processes, each is fed only its part of a dataset. Defaults to
+            `True`.
+        **kwargs: `device_mesh`, which Keras's class ignores, has to be the
+            mesh of the map. Nothing else is accepted.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout_map=None,
+        batch_dim_name=None,
+        auto_shard_dataset=True,
+        **kwargs,
+    ):
+        device_mesh = kwargs.pop("device_mesh", None)
+        if kwargs:
+            raise TypeError(
+                "ModelParallel got unexpected keyword arguments: "
+                f"{sorted(kwargs)}"
+            )
+        if device_mesh is not None and layout_map is not None:
+            if device_mesh is not layout_map.device_mesh:
+                raise ValueError(
+                    "The mesh of a ModelParallel is that of its LayoutMap. "
+                    f"Received: device_mesh={device_mesh}, and a LayoutMap on "
+                    f"{layout_map.device_mesh}"
+                )
+        if isinstance(layout_map, keras_lib.LayoutMap):
+            layout_map = _own_layout_map(layout_map)
+            names = list(layout_map.device_mesh.axis_names)
+            if batch_dim_name is not None and batch_dim_name not in names:
+                raise ValueError(
+                    f"`batch_dim_name` must be one of the mesh axes {names}. "
+                    f"Received: batch_dim_name={batch_dim_name!r}"
+                )
+        super().__init__(
+            layout_map=layout_map,
+            batch_dim_name=batch_dim_name,
+            auto_shard_dataset=auto_shard_dataset,
+        )
+
+    get_data_layout = Distribution.get_data_layout
+
+    def get_variable_layout(self, variable):
+        if getattr(variable, "_layout", None) is not None:
+            return variable._layout
+        layout = None
+        shape = tuple(variable.shape)
+        origin = origin_of(variable)
+        # A scalar has nothing to split, whatever patterns match it.
+        if origin.role == WEIGHT and shape:
+            layout = self._layout_map.layout_for(variable.path, origin.root)
+            if layout is not None and 0 not in shape:
+                check_layout(layout, shape, f"variable {variable.path!r}")
+        return self._replicated(shape) if layout is None else layout
+
+    def get_tensor_layout(self, path):
+        return self._layout_map.layout_for(path, current_root())
+
+    def check_model(self, model):
+        problems = self._layout_map.report(model).problems()
+        if problems and self._layout_map.strict:
+            raise ValueError(
+                "A strict LayoutMap does not fit the model. "
+                + " ".join(problems)
+            )
+        for problem in problems:
+            warnings.warn(problem, stacklevel=2)
+
+
+def distribute_tensor(tensor, layout):
+    """Changes the layout of a tensor, eagerly or in a compiled function.
+
+    Args:
+        tensor: Tensor, or a structure of tensors that all get the layout.
+        layout: `TensorLayout` with one entry for each dim, or a layout of the
+            framework in use. A first dim that the batch axis does not divide,
+            as in the last batch of an epoch, is replicated.
+
+    Returns:
+        The tensor with that layout; a `KerasTensor` as it is.
+
+    Raises:
+        ValueError: if the ranks differ or a mesh axis does not divide its dim.
+    """
+    return tree.map_structure(lambda t: _distribute_one(t, layout), tensor)
+
+
+def _distribute_one(tensor, layout):
+    if tensor is None or isinstance(tensor, KerasTensor):
+        return tensor
+    if isinstance(layout, keras_lib.TensorLayout):
+        shape = tuple(tensor.shape)
+        current = distribution()
+        batch_axis = getattr(current, "batch_dim_name", None)
+        layout = batch_replicated_if_uneven(layout, shape, batch_axis)
+        path = current_path()
+        check_layout(layout, shape, f"output of {path!r}" if path else "tensor")
+    return backend.distribution_lib.distribute_tensor(tensor, layout)
+
+
+def set_distribution(value):
+    """Sets the global distribution, and installs keras_tp if need be.
+
+    Args:
+        value: A `Distribution`, or `None` to go back to one device.
+    """
+    if value is not None:
+        install()
+    keras_lib.set_distribution(value)
+
+
+def install():
+    """Installs the hooks that carry distributions on Keras's current backend.
+
+    After it, `keras.distribution.set_distribution` works too. The hooks have
+    no effect on models that carry no layout. `set_distribution` and
+    `Distribution.scope` call this by themselves.
+    """
+    if hooks.is_installed():
+        return
+    lib = backend.distribution_lib
+    lib.activate()
+    hooks.install(TABLE + model_hooks.TABLE + lib.hook_table())
+
+
+def uninstall():
+    """Puts back every attribute of Keras that `install` replaced."""
+    hooks.uninstall()
+
+
+TABLE = [
+    hooks.Hook(
+        "keras.src.distribution.distribution_lib",
+        "distribute_tensor",
+        lambda original: distribute_tensor,
+        "the layout of a layer's output is checked, and fits a last batch",
+    ),
+]
+
+
+def _own_layout_map(layout_map):
+    """Returns a plain Keras `LayoutMap` as one of ours."""
+    if isinstance(layout_map, LayoutMap):
+        return layout_map
+    own = LayoutMap(layout_map.device_mesh)
+    for pattern, layout in layout_map.items():
+        own[pattern] = layout
+    return own
+
+
+def _check_devices_exist(devices):
+    lib = backend.distribution_lib
+    known = {}
+    for device in devices:
+        if not isinstance(device, str):
+            # An object of the framework in use: it exists.
+            continue
+        kind = device.split(":")[0].lower()
+        if kind not in known:
+            known[kind] = lib.list_devices(kind)
+        if device.lower() not in known[kind]:
+            raise ValueError(
+                f"Unknown device '{device}'. Devices of its type here: "
+                f"{known[kind]}. Received: devices={devices.tolist()}"
+            )

@@ -1,0 +1,320 @@
+"""Which layout a path gets, and what a map of layouts missed."""
+
+import collections
+import difflib
+import math
+import re
+import warnings
+
+from keras.src.distribution import distribution_lib as keras_lib
+from keras.src.utils.dtype_utils import dtype_size
+
+from keras_tp.distribution.origin import SEED
+from keras_tp.distribution.origin import WEIGHT
+from keras_tp.distribution.origin import origin_of
+from keras_tp.distribution.tensor_layout import TensorLayout
+
+# A variable of two dims or more above this size is worth splitting.
+LARGE_VARIABLE_BYTES = 2**20
+
+# What Keras calls a model that was given no name.
+_DEFAULT_MODEL_NAME = re.compile(r"(sequential|functional|model)(_\d+)?")
+
+
+class LayoutMap(keras_lib.LayoutMap):
+    """A dict of path patterns to layouts that says what it did not do.
+
+    It works as `keras.distribution.LayoutMap` does: a key is a regex that has
+    to match the whole path (`re.fullmatch`) of a variable, or of a layer's
+    output (`<layer path>/output`). In addition:
+
+    - A path is looked up in full first, then without the name of its outermost
+      model, because Keras renames a model that is built a second time
+      (`sequential_1/...`) and drops the name in `load_model`. A warning tells.
+    - Before a model's first compile, fit or call, patterns that match nothing
+      in it and large variables that match no pattern are warned about.
+
+    Example:
+
+    ```python
+    layout_map = LayoutMap(device_mesh)
+    layout_map[".*up/kernel"] = (None, "model")
+    layout_map[".*down/kernel"] = ("model", None)
+    layout_map[".*embeddings"] = (("batch", "model"), None)
+    layout_map.strict = True
+    ```
+
+    Args:
+        device_mesh: `DeviceMesh` that the layouts refer to.
+
+    Attributes:
+        strict: Boolean. Whether the warnings about a model are `ValueError`s.
+            Defaults to `False`. Give a path an explicit layout, such as
+            `(None, None)`, to leave it replicated in strict mode.
+    """
+
+    def __init__(self, device_mesh):
+        super().__init__(device_mesh)
+        self.strict = False
+        self._pattern_of = {}
+        self._announced = set()
+
+    def __getitem__(self, key):
+        # Nothing is known of a bare string but its shape: its first part may
+        # be a model's name if a layer and a variable are left without it.
+        root = key.split("/")[0] if key.count("/") >= 2 else None
+        return self.layout_for(key, root=root)
+
+    def __setitem__(self, key, layout):
+        if isinstance(layout, tuple):
+            layout = TensorLayout(layout)
+        super().__setitem__(key, layout)
+        self._pattern_of.clear()
+
+    def __delitem__(self, key):
+        self._pattern_of.clear()
+        return super().__delitem__(key)
+
+    def layout_for(self, path, root=None):
+        """Returns the layout of a path, or `None`.
+
+        Args:
+            path: String, path of a variable or of a layer's output.
+            root: String, the first part of `path` if that is the name of a
+                model. Defaults to `None`.
+
+        Returns:
+            A `TensorLayout`, or `None` if no pattern matches.
+
+        Raises:
+            ValueError: if several patterns match.
+        """
+        pattern = self.pattern_for(path, root)
+        return None if pattern is None else self._layout_map[pattern]
+
+    def pattern_for(self, path, root=None):
+        """Returns the key that gives a path its layout, or `None`."""
+        if (path, root) not in self._pattern_of:
+            self._pattern_of[path, root] = self._find(path, root)
+        return self._pattern_of[path, root]
+
+    def report(self, model):
+        """Returns a `LayoutReport` of what this map does to a built model."""
+        return LayoutReport(self, model)
+
+    def _find(self, path, root):
+        if path in self._layout_map:
+            return path
+        matches = [key for key in self._layout_map if re.fullmatch(key, path)]
+        if not matches:
+            matches = [
+                key
+                for key in self._layout_map
+                if _matches_without_root(key, path, root)
+            ]
+            if len(matches) == 1:
+                self._announce(matches[0], path, root)
+        if len(matches) > 1:
+            raise ValueError(
+                f"Path '{path}' matches multiple layout specification keys: "
+                f"{matches}. Please make sure each tensor/variable path only "
+                "matches at most one layout specification key in the "
+                "LayoutMap."
+            )
+        return matches[0] if matches else None
+
+    def _announce(self, key, path, root):
+        # Once for each pattern and model, not for each of its variables.
+        if (key, root) in self._announced:
+            return
+        self._announced.add((key, root))
+        warnings.warn(
+            f"No pattern of the LayoutMap matches the path {path!r} in full; "
+            f"it gets the layout of {key!r}, which matches without the name "
+            "of the outermost model. Keras renames a model that is built "
+            "again and drops its name in load_model. Begin the pattern with "
+            "'.*' to match under any name.",
+            stacklevel=2,
+        )
+
+    def __repr__(self):
+        return (
+            f"<{self.__class__.__name__} {dict(self._layout_map)}, "
+            f"strict={self.strict}>"
+        )
+
+
+class LayoutReport:
+    """What a `LayoutMap` does to one model, and what it misses.
+
+    Args:
+        layout_map: `LayoutMap`.
+        model: A built Keras model.
+
+    Attributes:
+        matched: Dict of pattern to the list of paths that it gives a layout.
+        dead: Dict of each pattern that matches nothing to the nearest paths.
+        unmatched: List of `(path, shape, bytes)` of the weights that no
+            pattern matches, the largest first. Slots take the layout of their
+            variable and random state is replicated: neither is listed.
+        ambiguous: Dict of each pattern that matches some paths in full and
+            others without the name of their outermost model, to the latter.
+    """
+
+    def __init__(self, layout_map, model):
+        self.layout_map = layout_map
+        self.model_name = model.name
+        self.matched = collections.defaultdict(list)
+        self.unmatched = []
+        paths = []
+        for variable in model.variables:
+            origin = origin_of(variable)
+            if origin.role not in (WEIGHT, SEED):
+                continue
+            paths.append(variable.path)
+            pattern = layout_map.pattern_for(variable.path, origin.root)
+            if pattern is not None:
+                self.matched[pattern].append(variable.path)
+            elif origin.role == WEIGHT:
+                self.unmatched.append(
+                    (variable.path, variable.shape, variable_bytes(variable))
+                )
+        for path, root in _output_paths(model):
+            paths.append(path)
+            pattern = layout_map.pattern_for(path, root)
+            if pattern is not None:
+                self.matched[pattern].append(path)
+        self.unmatched.sort(key=lambda row: (-row[2], row[0]))
+        self.dead = {
+            pattern: _nearest(pattern, paths)
+            for pattern in layout_map
+            if pattern not in self.matched
+        }
+        self.ambiguous = {}
+        for pattern, found in self.matched.items():
+            other = [p for p in found if not re.fullmatch(pattern, p)]
+            if other and len(other) < len(found):
+                self.ambiguous[pattern] = other
+
+    @property
+    def large_unmatched(self):
+        """The rows of `unmatched` that are worth splitting."""
+        return [
+            row
+            for row in self.unmatched
+            if len(row[1]) >= 2 and row[2] > LARGE_VARIABLE_BYTES
+        ]
+
+    def problems(self):
+        """Returns a list of sentences, one for each thing that went wrong."""
+        found = [
+            f"The pattern {pattern!r} of the LayoutMap matches no variable or "
+            f"layer output of model {self.model_name!r} (the whole path has "
+            f"to match). {_advice(pattern, near)}"
+            for pattern, near in self.dead.items()
+        ]
+        found += [
+            f"The pattern {pattern!r} of the LayoutMap matches some paths of "
+            f"model {self.model_name!r} in full and {paths} only without the "
+            "name of their outermost model, which is probably not meant: "
+            "begin the pattern with '.*' or spell these paths out."
+            for pattern, paths in self.ambiguous.items()
+        ]
+        mesh = self.layout_map.device_mesh
+        large = self.large_unmatched if mesh is not None else []
+        if large and math.prod(mesh.shape) > 1:
+            rows = "; ".join(
+                f"{path!r} of shape {tuple(shape)}, {size / 2**20:.1f} MiB"
+                for path, shape, size in large[:5]
+            )
+            more = f" and {len(large) - 5} more" if len(large) > 5 else ""
+            found.append(
+                f"{len(large)} large variable(s) of model "
+                f"{self.model_name!r} match no pattern of the LayoutMap, so "
+                f"each device holds them whole: {rows}{more}. Add a pattern; "
+                "a layout of Nones, such as (None, None), says that this is "
+                "meant."
+            )
+        return found
+
+    def __str__(self):
+        lines = [f"LayoutMap on model {self.model_name!r}:"]
+        for pattern, paths in self.matched.items():
+            layout = self.layout_map._layout_map[pattern]
+            lines.append(f"  {pattern!r} -> {layout.axes}: {len(paths)} paths")
+        for pattern, near in self.dead.items():
+            lines.append(f"  {pattern!r}: matches nothing; nearest: {near}")
+        for path, shape, size in self.unmatched:
+            lines.append(f"  {path} {tuple(shape)}: no pattern, {size} bytes")
+        return "\n".join(lines)
+
+    def __repr__(self):
+        return (
+            f"<{self.__class__.__name__} {len(self.matched)} patterns match, "
+            f"{len(self.dead)} dead, {len(self.unmatched)} variables unmatched>"
+        )
+
+
+def variable_bytes(variable):
+    """Returns the size of a whole variable in bytes."""
+    # `variable.dtype` is the dtype it computes in, `_dtype` that it is kept in.
+    bits = dtype_size(variable._dtype)
+    return math.prod(variable.shape) * bits // 8
+
+
+def _matches_without_root(pattern, path, root):
+    """Whether a pattern matches once either side has lost its model's name."""
+    tail = _pattern_tail(pattern)
+    short = path[len(root) + 1 :] if root and path != root else None
+    return (
+        (short is not None and re.fullmatch(pattern, short) is not None)
+        or (tail is not None and re.fullmatch(tail, path) is not None)
+        or bool(tail and short and re.fullmatch(tail, short))
+    )
+
+
+def _pattern_tail(pattern):
+    """Returns a pattern without the model's name it begins with, or `None`.
+
+    A pattern such as `block/.*kernel` most likely names a layer: without its
+    first part it would match anything. So the second part has to be literal
+    too, or the first be one of Keras's own names for a model.
+    """
+    found = re.fullmatch(r"([\w\-]+)/(.+)", pattern)
+    if found is None:
+        return None
+    root, tail = found.groups()
+    literal = re.match(r"[\w\-]+(/|$)", tail)
+    return tail if literal or _DEFAULT_MODEL_NAME.fullmatch(root) else None
+
+
+def _output_paths(model):
+    """Yields `(path, root)` of each layer output that a layout can name."""
+    for layer in model._flatten_layers():
+        parent = layer._parent_path
+        if parent is None:
+            continue
+        path = f"{parent}/{layer.name}" if parent else layer.name
+        first = path.split("/")[0]
+        root = first if first == model.name and first != path else None
+        yield f"{path}/output", root
+
+
+def _nearest(pattern, paths, count=3):
+    """Returns the paths that a pattern that matches nothing may have meant."""
+    try:
+        inside = [path for path in paths if re.search(pattern, path)]
+    except re.error:
+        inside = []
+    literal = re.sub(r"\\[dwsDWS]|[\\^$.*+?{}\[\]|()]", "", pattern)
+    close = difflib.get_close_matches(literal, paths, n=count, cutoff=0.0)
+    return list(dict.fromkeys(inside[:count] + close))[:count]
+
+
+def _advice(pattern, near):
+    if not near:
+        return "The model has no variables."
+    advice = f"Nearest paths: {', '.join(repr(path) for path in near)}."
+    if re.search(pattern, near[0]):
+        advice += f" '.*{pattern}.*' would match."
+    return advice

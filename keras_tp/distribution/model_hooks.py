@@ -1,0 +1,301 @@
+"""A model remembers its distribution: the hooks that are no backend's own."""
+
+import contextlib
+import functools
+import threading
+
+from keras.src.backend.common.keras_tensor import any_symbolic_tensors
+from keras.src.distribution.distribution_lib import distribution
+from keras.src.distribution.distribution_lib import set_distribution
+from keras.src.models.model import Model
+from keras.src.utils.backend_utils import in_tf_graph
+
+from keras_tp import backend
+from keras_tp.backend.hooks import Hook
+from keras_tp.distribution import checkpoint
+from keras_tp.distribution import origin
+from keras_tp.distribution import slots
+
+_calls = threading.local()
+
+
+def distribution_of(layer):
+    """Returns the distribution that a layer or model was made under.
+
+    Args:
+        layer: A Keras layer or model.
+
+    Returns:
+        A `Distribution`; `None` if it has no weights or plain ones.
+
+    Raises:
+        ValueError: if a model's weights were made under several
+            distributions, or some of them under none.
+    """
+    made_under = {}
+    for variable in layer.weights:
+        value = origin.origin_of(variable).distribution
+        made_under.setdefault(id(value), (value, variable.path))
+    if len(made_under) > 1 and isinstance(layer, Model):
+        parts = "; ".join(
+            f"{path!r} under {value or 'no distribution'}"
+            for value, path in made_under.values()
+        )
+        raise ValueError(
+            f"The variables of model {layer.name!r} were made under different "
+            f"distributions: {parts}. Build all parts of a model under one "
+            "distribution, or call `keras_tp.distribution.distribute_model("
+            "model, distribution)` to move the whole model to one."
+        )
+    return next(iter(made_under.values()))[0] if made_under else None
+
+
+@contextlib.contextmanager
+def entered(model):
+    """Makes a model's own distribution the current one for a while.
+
+    Args:
+        model: A Keras model. One without weights uses the current setting.
+
+    Raises:
+        ValueError: if the model is a plain one and a distribution is set.
+    """
+    own = distribution_of(model)
+    current = distribution()
+    if own is None and current is not None and model.weights:
+        raise ValueError(
+            f"Model {model.name!r} was built before the distribution was set, "
+            "so its variables are on one device. Build the model under the "
+            "distribution, or move it there with "
+            f"`keras_tp.distribution.distribute_model(model)`. First such "
+            f"variable: {model.weights[0].path!r}. Received: {current}"
+        )
+    if own is None or own is current:
+        yield
+        return
+    with scope_of(own):
+        yield
+
+
+@contextlib.contextmanager
+def scope_of(value):
+    """Makes a distribution, or `None`, the current one for a while."""
+    before = distribution()
+    set_distribution(value)
+    try:
+        yield
+    finally:
+        set_distribution(before)
+
+
+def check_model(model):
+    """Has the current distribution check a built model, once."""
+    current = distribution()
+    # A weak hold is not needed: it is the model's own distribution.
+    if current is None or not model.weights:
+        return
+    if getattr(model, "_checked_distribution", None) is current:
+        return
+    if not hasattr(current, "check_model"):
+        return
+    current.check_model(model)
+    model._checked_distribution = current
+
+
+def adopt_state(model):
+    """Lays out what a model uses and nobody laid out, replicated.
+
+    An optimizer, a metric or random state that was made outside of the
+    model's distribution is on one device; it is small, and belongs to the
+    model from now on.
+    """
+    current = distribution()
+    if current is None:
+        return
+    for variable, role in state_of(model):
+        if variable._layout is None and variable._value is not None:
+            variable._origin = origin.Origin(role, None, current)
+            backend.distribution_lib.relayout_variable(
+                variable, current.get_variable_layout(variable)
+            )
+
+
+def state_of(model):
+    """Yields `(variable, role)` of what a model has beside its weights."""
+    weights = {id(variable) for variable in model.weights}
+    for variable in model.variables:
+        if id(variable) not in weights:
+            yield variable, origin.SEED
+    for variable in model.metrics_variables:
+        yield variable, origin.METRIC
+    if getattr(model, "optimizer", None) is not None:
+        for variable in model.optimizer.variables:
+            yield variable, origin.SLOT
+
+
+def _hook_entry_point(original):
+    """fit, evaluate and the like: run under the model's own distribution."""
+
+    @functools.wraps(original)
+    def entry_point(self, *args, **kwargs):
+        with entered(self):
+            adopt_state(self)
+            check_model(self)
+            return original(self, *args, **kwargs)
+
+    return entry_point
+
+
+def _hook_compile(original):
+    @functools.wraps(original)
+    def compile(self, *args, **kwargs):
+        with entered(self):
+            if self.built:
+                check_model(self)
+            return original(self, *args, **kwargs)
+
+    return compile
+
+
+def _hook_symbolic_build(original):
+    """A model that fit itself builds is checked right after."""
+
+    @functools.wraps(original)
+    def _symbolic_build(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        check_model(self)
+        return result
+
+    return _symbolic_build
+
+
+def _hook_call(original):
+    """The outermost eager call of a model runs under its distribution."""
+
+    @functools.wraps(original)
+    def __call__(self, *args, **kwargs):
+        if getattr(_calls, "inside", False):
+            return original(self, *args, **kwargs)
+        if any_symbolic_tensors(args, kwargs) or in_tf_graph():
+            return original(self, *args, **kwargs)
+        _calls.inside = True
+        try:
+            if not isinstance(self, Model):
+                own = distribution_of(self)
+                with scope_of(own) if own else contextlib.nullcontext():
+                    return original(self, *args, **kwargs)
+            with entered(self):
+                if self.built:
+                    check_model(self)
+                outputs = original(self, *args, **kwargs)
+                check_model(self)
+                return outputs
+        finally:
+            _calls.inside = False
+
+    return __call__
+
+
+def _hook_threading(original):
+    """`clear_session` makes new thread-locals: they keep the distribution."""
+
+    class Threading:
+        @staticmethod
+        def local():
+            current = distribution()
+            fresh = original.local()
+            if current is not None:
+                fresh.distribution = current
+            return fresh
+
+    return Threading
+
+
+def _hook_global_seed_generator(original):
+    """The global random state outlives every distribution: it stays plain."""
+
+    @functools.wraps(original)
+    def global_seed_generator():
+        with scope_of(None):
+            return original()
+
+    return global_seed_generator
+
+
+_MODEL = "keras.src.models.model:Model"
+
+TABLE = [
+    Hook(
+        "keras.src.backend.common.variables:Variable",
+        "__init__",
+        origin.note_origin,
+        "a variable knows its role and the distribution it was made under",
+    ),
+    Hook(
+        "keras.src.layers.layer:Layer",
+        "__call__",
+        _hook_call,
+        "a model is called under its own distribution",
+    ),
+    *(
+        Hook(
+            _MODEL,
+            name,
+            _hook_entry_point,
+            f"a model's {name} runs under its own distribution",
+        )
+        for name in (
+            "fit",
+            "evaluate",
+            "predict",
+            "train_on_batch",
+            "test_on_batch",
+            "predict_on_batch",
+            "save",
+            "save_weights",
+            "export",
+        )
+    ),
+    Hook(
+        _MODEL,
+        "compile",
+        _hook_compile,
+        "layouts that miss the model are reported before it is compiled",
+    ),
+    Hook(
+        _MODEL,
+        "_symbolic_build",
+        _hook_symbolic_build,
+        "layouts that miss a model which fit builds are reported",
+    ),
+    Hook(
+        "keras.src.saving.saving_lib",
+        "load_weights_only",
+        checkpoint.check_before_loading,
+        "a file that does not fit leaves the model unchanged",
+    ),
+    Hook(
+        "keras.src.saving.saving_lib",
+        "load_model",
+        checkpoint.name_file,
+        "an unreadable file is named in the error",
+    ),
+    Hook(
+        "keras.src.optimizers.adafactor:Adafactor",
+        "build",
+        slots.lay_out_factors,
+        "factored slots are split as their variable is",
+    ),
+    Hook(
+        "keras.src.random.seed_generator",
+        "global_seed_generator",
+        _hook_global_seed_generator,
+        "random state that outlives a distribution is not tied to its mesh",
+    ),
+    Hook(
+        "keras.src.backend.common.global_state",
+        "threading",
+        _hook_threading,
+        "clear_session keeps the distribution",
+    ),
+]

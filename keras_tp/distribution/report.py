@@ -1,0 +1,225 @@
+"""What a sharded model holds on each device, and what it communicates."""
+
+import collections
+import io
+
+from keras_tp import backend
+from keras_tp.distribution import model_hooks
+from keras_tp.distribution import origin
+from keras_tp.distribution.layout_map import variable_bytes
+
+
+class VariableReport(
+    collections.namedtuple(
+        "VariableReport",
+        [
+            "path",
+            "role",
+            "shape",
+            "dtype",
+            "axes",
+            "bytes",
+            "device_bytes",
+            "why",
+        ],
+    )
+):
+    """One row of a `ShardingReport`.
+
+    Args:
+        path: String.
+        role: One of `"weight"`, `"slot"`, `"metric"` and `"seed"`.
+        shape: Tuple of ints, of the whole variable.
+        dtype: String.
+        axes: Tuple with `None`, a mesh axis or a tuple of mesh axes for each
+            dim, read from the live array. `None` if it is on one device only.
+        bytes: Int, size of the whole variable.
+        device_bytes: Dict of device name to the bytes it holds.
+        why: String, why the variable is replicated; empty if it is split.
+    """
+
+    @property
+    def is_split(self):
+        """Whether each device holds less than the whole variable."""
+        return any(held < self.bytes for held in self.device_bytes.values())
+
+
+class ShardingReport:
+    """Layouts and bytes of a model's variables, read from the live arrays.
+
+    Printed, it is a table. All sizes are in bytes.
+
+    Args:
+        model_name: String.
+        rows: List of `VariableReport`.
+
+    Attributes:
+        rows: The list.
+        total_bytes: Int, size of all whole variables.
+        split_bytes: Int, size of the whole variables that are split.
+        device_bytes: Dict of device name to the bytes it holds.
+        replicated: List of the rows that are not split.
+    """
+
+    def __init__(self, model_name, rows):
+        self.model_name = model_name
+        self.rows = rows
+        self.total_bytes = sum(row.bytes for row in rows)
+        self.split_bytes = sum(row.bytes for row in rows if row.is_split)
+        self.device_bytes = dict(
+            sum(
+                (collections.Counter(row.device_bytes) for row in rows),
+                collections.Counter(),
+            )
+        )
+        self.replicated = [row for row in rows if not row.is_split]
+
+    def __getitem__(self, path):
+        """Returns the row of a path; `KeyError` if there is none."""
+        for row in self.rows:
+            if row.path == path:
+                return row
+        raise KeyError(path)
+
+    def to_dict(self):
+        """Returns the report as plain dicts and lists, ready for JSON."""
+        return {
+            "model": self.model_name,
+            "total_bytes": self.total_bytes,
+            "split_bytes": self.split_bytes,
+            "device_bytes": self.device_bytes,
+            "variables": [row._asdict() for row in self.rows],
+        }
+
+    def __repr__(self):
+        share = self.split_bytes / self.total_bytes if self.total_bytes else 0.0
+        return (
+            f"<{self.__class__.__name__} model={self.model_name!r}, "
+            f"{len(self.rows)} variables, {share:.1%} of the bytes split>"
+        )
+
+    def __str__(self):
+        # Imported late: only a printed report needs it.
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=f"Sharding of {self.model_name}")
+        for heading in ("variable", "role", "shape", "layout"):
+            table.add_column(heading, overflow="fold")
+        for heading in ("MiB", "MiB/device"):
+            table.add_column(heading, justify="right")
+        table.add_column("replicated because", overflow="fold")
+        for row in self.rows:
+            largest = max(row.device_bytes.values(), default=0)
+            table.add_row(
+                row.path,
+                row.role,
+                str(row.shape),
+                "one device" if row.axes is None else str(row.axes),
+                _mebibytes(row.bytes),
+                _mebibytes(largest),
+                row.why,
+            )
+        text = io.StringIO()
+        console = Console(file=text, width=120)
+        console.print(table)
+        for device, held in sorted(self.device_bytes.items()):
+            console.print(
+                f"{device}: {_mebibytes(held)} of "
+                f"{_mebibytes(self.total_bytes)} MiB"
+            )
+        return text.getvalue().rstrip()
+
+
+def describe(model):
+    """Reports how the variables of a model lie on the devices.
+
+    Where there are several processes, every process calls this.
+
+    Args:
+        model: A built Keras model. Its optimizer slots, metrics and random
+            state are reported too.
+
+    Returns:
+        A `ShardingReport`, read from the live arrays.
+    """
+    lib = backend.distribution_lib
+    distribution = model_hooks.distribution_of(model)
+    variables = [(variable, origin.WEIGHT) for variable in model.weights]
+    variables += model_hooks.state_of(model)
+    rows = []
+    seen = set()
+    for variable, role in variables:
+        if id(variable) in seen:
+            continue
+        seen.add(id(variable))
+        axes = lib.variable_axes(variable)
+        rows.append(
+            VariableReport(
+                path=variable.path,
+                role=role,
+                shape=tuple(variable.shape),
+                dtype=variable._dtype,
+                axes=axes,
+                bytes=variable_bytes(variable),
+                device_bytes=lib.variable_bytes_by_device(variable),
+                why=_why_replicated(variable, role, axes, distribution),
+            )
+        )
+    return ShardingReport(model.name, rows)
+
+
+def count_collectives(model, x, y=None):
+    """Counts what one step of a model communicates.
+
+    Counted in the compiled program (JAX), never predicted. Nothing is trained:
+    weights, slots, metrics and random state stay as they are; what is not
+    built yet is built. Where there are several processes, every process calls
+    this.
+
+    Args:
+        model: A Keras model; compiled with a loss and an optimizer if `y` is
+            given.
+        x: Inputs of one batch, as `train_on_batch` takes them.
+        y: Targets of the batch. Defaults to `None`, which counts a forward
+            pass; otherwise a train step is counted.
+
+    Returns:
+        Dict with a pair `(count, bytes)` for each of `"all_reduce"`,
+        `"all_gather"`, `"reduce_scatter"`, `"all_to_all"` and
+        `"collective_permute"`. The count is of tensors communicated, after
+        unpacking combined operations; bytes are those of the results on one
+        device. On CPU, XLA reduces the input gradients of parallel
+        projections, such as those of query, key and value, one by one.
+    """
+    with model_hooks.entered(model):
+        model_hooks.adopt_state(model)
+        return backend.distribution_lib.count_collectives(model, x, y)
+
+
+def _why_replicated(variable, role, axes, distribution):
+    if axes is None:
+        return "no distribution"
+    if any(axes):
+        return ""
+    if role != origin.WEIGHT:
+        return {
+            origin.SLOT: "its variable is replicated, or it is a counter",
+            origin.METRIC: "metrics are replicated",
+            origin.SEED: "random state is replicated",
+        }[role]
+    layout_map = getattr(distribution, "_layout_map", None)
+    if layout_map is None:
+        return "data parallelism replicates variables"
+    if not variable.shape:
+        return "a scalar"
+    pattern = getattr(layout_map, "pattern_for", lambda *_: None)(
+        variable.path, origin.origin_of(variable).root
+    )
+    if pattern is None:
+        return "no pattern matches"
+    return f"the layout of {pattern!r} says so"
+
+
+def _mebibytes(size):
+    return f"{size / 2**20:.3f}"

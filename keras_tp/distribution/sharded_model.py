@@ -1,0 +1,123 @@
+"""Moves a model that exists, trained or not, to a distribution."""
+
+from keras.src.distribution.distribution_lib import distribution as current
+
+from keras_tp import backend
+from keras_tp.distribution import distribution_lib
+from keras_tp.distribution import model_hooks
+from keras_tp.distribution import origin
+from keras_tp.distribution import slots
+
+
+def distribute_model(model, distribution=None):
+    """Lays out an already built model in place; its values stay the same.
+
+    Weights, optimizer slots, metrics and random state move one at a time, so
+    no second copy of the model is made. Every layout is checked before the
+    first variable moves, and if a move fails, what has moved goes back. From
+    then on the model remembers this distribution.
+
+    Example:
+
+    ```python
+    model = keras.models.load_model("model.keras")
+    distribute_model(model, ModelParallel(layout_map=layout_map))
+    model.fit(x, y)
+    # And back to one device:
+    distribute_model(model, DataParallel(devices=["cpu:0"]))
+    ```
+
+    Args:
+        model: A built Keras model (or layer).
+        distribution: `Distribution`. Defaults to the one that is set.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: if no distribution is given or set, the model is not built,
+            or a layout does not fit its variable.
+    """
+    distribution = current() if distribution is None else distribution
+    if distribution is None:
+        raise ValueError(
+            "`distribute_model` needs a distribution: pass one, or set one "
+            "with `keras_tp.distribution.set_distribution`. To bring a model "
+            "back to one device, pass `DataParallel(devices=['cpu:0'])`."
+        )
+    if not model.built:
+        raise ValueError(
+            f"`distribute_model` needs a built model. Call {model.name!r} on "
+            "some data first, or set the distribution before you build it. "
+            f"Received: model={model}"
+        )
+    distribution_lib.install()
+    _move(_planned_layouts(model, distribution))
+    for layer in model._flatten_layers():
+        # Compiled for the old layouts.
+        for name in ("train_function", "test_function", "predict_function"):
+            if hasattr(layer, name):
+                setattr(layer, name, None)
+    if isinstance(model, model_hooks.Model):
+        with model_hooks.scope_of(distribution):
+            model_hooks.check_model(model)
+    return model
+
+
+def _planned_layouts(model, distribution):
+    """Returns `(variable, origin, layout)` for all state; moves nothing."""
+    roles = [(variable, origin.WEIGHT) for variable in model.weights]
+    roles += model_hooks.state_of(model)
+    new_layouts = {}
+    planned = []
+    for variable, role in roles:
+        if id(variable) in new_layouts:
+            continue
+        made = origin.Origin(role, _root(variable, model), distribution)
+        layout = _layout_as_new(variable, made, distribution)
+        new_layouts[id(variable)] = layout
+        planned.append((variable, made, layout))
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return planned
+    # A slot goes where its variable goes.
+    slot_layouts = {
+        id(slot): slots.slot_layout(new_layouts[id(variable)], dims)
+        for slot, variable, dims in slots.slots_of(optimizer)
+    }
+    return [
+        (variable, made, slot_layouts.get(id(variable), layout))
+        for variable, made, layout in planned
+    ]
+
+
+def _root(variable, model):
+    noted = origin.origin_of(variable).root
+    first = variable.path.split("/")[0]
+    return noted or (model.name if first == model.name else None)
+
+
+def _layout_as_new(variable, made, distribution):
+    """Returns the layout that a distribution gives to a variable anew."""
+    noted, layout = origin.origin_of(variable), variable._layout
+    variable._origin, variable._layout = made, None
+    try:
+        return distribution.get_variable_layout(variable)
+    finally:
+        variable._origin, variable._layout = noted, layout
+
+
+def _move(planned):
+    lib = backend.distribution_lib
+    moved = []
+    try:
+        for variable, made, layout in planned:
+            before = origin.origin_of(variable), variable._layout
+            lib.relayout_variable(variable, layout)
+            moved.append((variable, *before))
+            variable._origin = made
+    except BaseException:
+        for variable, made, layout in reversed(moved):
+            lib.relayout_variable(variable, layout)
+            variable._origin = made
+        raise

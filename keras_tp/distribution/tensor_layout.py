@@ -1,0 +1,120 @@
+"""How the dims of one tensor lie on the axes of a mesh."""
+
+import collections
+import math
+
+from keras.src.distribution import distribution_lib as keras_lib
+
+from keras_tp import backend
+
+
+class TensorLayout(keras_lib.TensorLayout):
+    """A layout to apply to a tensor.
+
+    As `keras.distribution.TensorLayout`, with one addition: an entry may be a
+    tuple of mesh axes, `(("batch", "model"), None)`, which splits that dim over
+    their product, the first axis being the major one.
+
+    Args:
+        axes: Tuple with one entry for each dim of the tensor: `None`
+            (replicated), the name of a mesh axis, or a tuple of names.
+        device_mesh: `DeviceMesh` whose axes are named. Defaults to `None`; a
+            `LayoutMap` fills in its own.
+
+    Raises:
+        ValueError: if a mesh axis is unknown or appears twice.
+    """
+
+    def __init__(self, axes, device_mesh=None):
+        axes = (
+            tuple(axis) if isinstance(axis, (list, tuple)) else axis
+            for axis in axes
+        )
+        super().__init__(axes, device_mesh)
+
+    @property
+    def backend_layout(self):
+        if not hasattr(self, "_backend_layout"):
+            lib = backend.distribution_lib
+            self._backend_layout = lib._to_backend_layout(self)
+        return self._backend_layout
+
+    def _validate_axes(self):
+        names = [name for axis in self._axes for name in axis_names(axis)]
+        repeated = [n for n, k in collections.Counter(names).items() if k > 1]
+        if repeated:
+            raise ValueError(
+                "A mesh axis may split only one dim of a tensor, once. "
+                f"Repeated: {repeated}. Received: axes={self._axes}"
+            )
+        if self._device_mesh is not None:
+            known = tuple(self._device_mesh.axis_names)
+            unknown = [name for name in names if name not in known]
+            if unknown:
+                raise ValueError(
+                    f"Invalid axis names for Layout: {unknown}. The mesh has "
+                    f"the axes {known}. Received: axes={self._axes}"
+                )
+
+
+def axis_names(axis):
+    """Returns the mesh axes of one entry of a layout as a tuple of names."""
+    if axis is None:
+        return ()
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def axis_size(device_mesh, axis):
+    """Returns over how many devices one entry of a layout splits its dim."""
+    sizes = dict(zip(device_mesh.axis_names, device_mesh.shape))
+    return math.prod(sizes[name] for name in axis_names(axis))
+
+
+def batch_replicated_if_uneven(layout, shape, batch_axis):
+    """Returns a layout whose first dim is not split if it does not divide.
+
+    Only the batch axis is let go: every device then computes the whole batch.
+
+    Args:
+        layout: `TensorLayout` with a mesh.
+        shape: Tuple of ints; a dim that is unknown while tracing is no int.
+        batch_axis: String, mesh axis that splits batches, or `None`.
+    """
+    if not shape or not layout.axes or not isinstance(shape[0], int):
+        return layout
+    if batch_axis not in axis_names(layout.axes[0]):
+        return layout
+    if shape[0] % axis_size(layout.device_mesh, layout.axes[0]) == 0:
+        return layout
+    return TensorLayout((None, *layout.axes[1:]), layout.device_mesh)
+
+
+def check_layout(layout, shape, what):
+    """Raises `ValueError` unless a layout can hold a tensor of this shape.
+
+    Args:
+        layout: `TensorLayout` with a mesh.
+        shape: Tuple of ints; a dim that is unknown while tracing is no int.
+        what: String that names the tensor, such as `"variable 'up/kernel'"`.
+    """
+    shape = tuple(shape)
+    if len(layout.axes) != len(shape):
+        raise ValueError(
+            "A layout must have one entry for each dim of its tensor. The "
+            f"{what} has rank {len(shape)} (shape {shape}), its layout rank "
+            f"{len(layout.axes)}. Received: axes={layout.axes}"
+        )
+    for dim, (size, axis) in enumerate(zip(shape, layout.axes)):
+        count = axis_size(layout.device_mesh, axis)
+        if isinstance(size, int) and size % count:
+            divisors = [n for n in range(1, size + 1) if size % n == 0]
+            shown = ", ".join(str(n) for n in divisors[:12])
+            below = size - size % count
+            near = [str(n) for n in (below, below + count) if n]
+            raise ValueError(
+                f"Dim {dim} of the {what} of shape {shape} has size {size}, "
+                f"which mesh axis {axis!r} of size {count} does not divide. "
+                f"Axis sizes that divide it: {shown}; sizes of the dim that "
+                f"would divide: {', '.join(near)}. Change either, or put None "
+                f"there to replicate it. Received: axes={layout.axes}"
+            )

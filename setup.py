@@ -1,0 +1,32 @@
+import pathlib
+
+from setuptools import find_packages
+from setuptools import setup
+
+ROOT = pathlib.Path(__file__).parent
+VERSION = {}
+exec((ROOT / "keras_tp" / "version.py").read_text(), VERSION)
+
+BACKENDS = {
+    "jax": ["jax>=0.7", "jaxlib>=0.7"],
+    "tensorflow": ["tensorflow>=2.20"],
+    "torch": ["torch>=2.9"],
+}
+
+setup(
+    name="keras_tp",
+    version=VERSION["__version__"],
+    description="Tensor parallelism for Keras 3 on every distributed backend.",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    packages=find_packages(include=["keras_tp", "keras_tp.*"]),
+    python_requires=">=3.11",
+    install_requires=["keras>=3.15,<3.16", "numpy", "rich"],
+    extras_require={
+        **BACKENDS,
+        "hub": ["keras-hub>=0.32"],
+        # Keras's own distribution tests import TensorFlow for `tf.data`.
+        "test": ["pytest", "ruff", "tensorflow>=2.20"],
+    },
+)
