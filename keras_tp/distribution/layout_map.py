@@ -66,6 +66,13 @@ class LayoutMap(keras_lib.LayoutMap):
         return self.layout_for(key, root=root)
 
     def __setitem__(self, key, layout):
+        try:
+            re.compile(key)
+        except re.error as e:
+            raise ValueError(
+                f"A key of a LayoutMap must be a regular expression: {e}. "
+                f"Received: key={key!r}"
+            ) from e
         if isinstance(layout, tuple):
             layout = TensorLayout(layout)
         super().__setitem__(key, layout)
@@ -166,7 +173,7 @@ class LayoutReport:
         self.model_name = model.name
         self.matched = collections.defaultdict(list)
         self.unmatched = []
-        paths = []
+        paths, outputs = [], []
         for variable in model.variables:
             origin = origin_of(variable)
             if origin.role not in (WEIGHT, SEED):
@@ -180,13 +187,15 @@ class LayoutReport:
                     (variable.path, variable.shape, variable_bytes(variable))
                 )
         for path, root in _output_paths(model):
-            paths.append(path)
+            outputs.append(path)
             pattern = layout_map.pattern_for(path, root)
             if pattern is not None:
                 self.matched[pattern].append(path)
         self.unmatched.sort(key=lambda row: (-row[2], row[0]))
         self.dead = {
-            pattern: _nearest(pattern, paths)
+            pattern: _nearest(
+                pattern, outputs if "output" in pattern else paths
+            )
             for pattern in layout_map
             if pattern not in self.matched
         }
@@ -224,7 +233,7 @@ class LayoutReport:
         large = self.large_unmatched if mesh is not None else []
         if large and math.prod(mesh.shape) > 1:
             rows = "; ".join(
-                f"{path!r} of shape {tuple(shape)}, {size / 2**20:.1f} MiB"
+                f"{path!r} of shape {tuple(shape)}, {format_bytes(size)}"
                 for path, shape, size in large[:5]
             )
             more = f" and {len(large) - 5} more" if len(large) > 5 else ""
@@ -245,7 +254,9 @@ class LayoutReport:
         for pattern, near in self.dead.items():
             lines.append(f"  {pattern!r}: matches nothing; nearest: {near}")
         for path, shape, size in self.unmatched:
-            lines.append(f"  {path} {tuple(shape)}: no pattern, {size} bytes")
+            lines.append(
+                f"  {path} {tuple(shape)}: no pattern, {format_bytes(size)}"
+            )
         return "\n".join(lines)
 
     def __repr__(self):
@@ -259,7 +270,16 @@ def variable_bytes(variable):
     """Returns the size of a whole variable in bytes."""
     # `variable.dtype` is the dtype it computes in, `_dtype` that it is kept in.
     bits = dtype_size(variable._dtype)
-    return math.prod(variable.shape) * bits // 8
+    # Arrays keep small types, such as bool, in a byte each.
+    return math.prod(variable.shape) * max(bits // 8, 1)
+
+
+def format_bytes(size):
+    """Returns a number of bytes as text, such as `"1.50 MiB"`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.2f} {unit}" if unit != "B" else f"{size} B"
+        size /= 1024
 
 
 def _matches_without_root(pattern, path, root):
@@ -302,10 +322,7 @@ def _output_paths(model):
 
 def _nearest(pattern, paths, count=3):
     """Returns the paths that a pattern that matches nothing may have meant."""
-    try:
-        inside = [path for path in paths if re.search(pattern, path)]
-    except re.error:
-        inside = []
+    inside = [path for path in paths if re.search(pattern, path)]
     literal = re.sub(r"\\[dwsDWS]|[\\^$.*+?{}\[\]|()]", "", pattern)
     close = difflib.get_close_matches(literal, paths, n=count, cutoff=0.0)
     return list(dict.fromkeys(inside[:count] + close))[:count]

@@ -158,13 +158,13 @@ def _hook_compile(original):
 
 
 def _hook_symbolic_build(original):
-    """A model that fit itself builds is checked right after."""
+    """What fit itself builds is checked, and its metrics adopted."""
 
     @functools.wraps(original)
     def _symbolic_build(self, *args, **kwargs):
-        result = original(self, *args, **kwargs)
+        original(self, *args, **kwargs)
         check_model(self)
-        return result
+        adopt_state(self)
 
     return _symbolic_build
 
@@ -266,7 +266,7 @@ TABLE = [
         _MODEL,
         "_symbolic_build",
         _hook_symbolic_build,
-        "layouts that miss a model which fit builds are reported",
+        "what fit builds is checked and laid out",
     ),
     Hook(
         "keras.src.saving.saving_lib",

@@ -6,6 +6,7 @@ import io
 from keras_tp import backend
 from keras_tp.distribution import model_hooks
 from keras_tp.distribution import origin
+from keras_tp.distribution.layout_map import format_bytes
 from keras_tp.distribution.layout_map import variable_bytes
 
 
@@ -106,7 +107,7 @@ class ShardingReport:
         table = Table(title=f"Sharding of {self.model_name}")
         for heading in ("variable", "role", "shape", "layout"):
             table.add_column(heading, overflow="fold")
-        for heading in ("MiB", "MiB/device"):
+        for heading in ("size", "per device"):
             table.add_column(heading, justify="right")
         table.add_column("replicated because", overflow="fold")
         for row in self.rows:
@@ -116,8 +117,8 @@ class ShardingReport:
                 row.role,
                 str(row.shape),
                 "one device" if row.axes is None else str(row.axes),
-                _mebibytes(row.bytes),
-                _mebibytes(largest),
+                format_bytes(row.bytes),
+                format_bytes(largest),
                 row.why,
             )
         text = io.StringIO()
@@ -125,8 +126,8 @@ class ShardingReport:
         console.print(table)
         for device, held in sorted(self.device_bytes.items()):
             console.print(
-                f"{device}: {_mebibytes(held)} of "
-                f"{_mebibytes(self.total_bytes)} MiB"
+                f"{device}: {format_bytes(held)} of "
+                f"{format_bytes(self.total_bytes)}"
             )
         return text.getvalue().rstrip()
 
@@ -219,7 +220,3 @@ def _why_replicated(variable, role, axes, distribution):
     if pattern is None:
         return "no pattern matches"
     return f"the layout of {pattern!r} says so"
-
-
-def _mebibytes(size):
-    return f"{size / 2**20:.3f}"

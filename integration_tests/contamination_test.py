@@ -1,0 +1,109 @@
+"""Rows C.1 and C.2: any order of runs in one process, and nothing left over."""
+
+import importlib
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import keras_tp
+from integration_tests import combinations
+from keras_tp import distribution as dist
+from keras_tp.backend import hooks
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    """The numbers of each combination from a process of its own."""
+    folder = tmp_path_factory.mktemp("fresh")
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    numbers = {}
+    for name in combinations.COMBINATIONS:
+        path = folder / f"{name}.npz"
+        module = "integration_tests.combinations"
+        subprocess.run(
+            [sys.executable, "-m", module, name, str(path)],
+            env=env,
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            timeout=300,
+        )
+        numbers[name] = dict(np.load(path))
+    return numbers
+
+
+def orders():
+    names = list(combinations.COMBINATIONS)
+    shuffled = names[:]
+    random.Random(5).shuffle(shuffled)
+    return {"forwards": names, "backwards": names[::-1], "shuffled": shuffled}
+
+
+def attributes():
+    """Everything in Keras that an installation replaces."""
+    table = (
+        dist.distribution_lib.TABLE + keras_tp.distribution.model_hooks.TABLE
+    )
+    lib = importlib.import_module("keras_tp.backend").distribution_lib
+    owners = [(hook.resolve(), hook.attribute) for hook in table]
+    owners += [(h.resolve(), h.attribute) for h in lib.hook_table()]
+    return [
+        (owner, name, vars(owner).get(name), getattr(owner, name))
+        for owner, name in owners
+    ]
+
+
+@pytest.mark.parametrize("order", ["forwards", "backwards", "shuffled"])
+def test_c1_any_order_gives_the_numbers_of_fresh_processes(fresh, order):
+    for name in orders()[order]:
+        got = combinations.run(name)
+        assert got.keys() == fresh[name].keys()
+        for key, value in fresh[name].items():
+            np.testing.assert_array_equal(got[key], value, f"{name}: {key}")
+
+
+def test_c1_the_combinations_differ_so_that_mixing_them_up_would_show(fresh):
+    losses = [tuple(numbers["history_loss"]) for numbers in fresh.values()]
+    # To rounding, pair_1x2, pair_2x2, output_2x2 and plain train one model
+    # alike, and so do the two meshes of the attention; the others differ.
+    assert len({tuple(np.round(loss, 3)) for loss in losses}) == 6
+
+
+def test_c2_global_state_is_restored():
+    keras_tp.uninstall()
+    before = attributes()
+    assert len(before) >= 15
+    policy = keras.config.dtype_policy()
+    for name in combinations.COMBINATIONS:
+        combinations.run(name)
+        assert dist.distribution() is None, name
+        assert keras.config.dtype_policy() == policy, name
+    assert hooks.is_installed()
+    keras_tp.uninstall()
+    for owner, name, own, found in before:
+        assert vars(owner).get(name) is own, (owner, name)
+        assert getattr(owner, name) is found, (owner, name)
+
+
+def test_c2_a_failing_scope_restores_what_was_there_before():
+    outer = dist.DataParallel(devices=dist.list_devices()[:2])
+    inner = dist.DataParallel(devices=dist.list_devices()[:4])
+    with outer.scope():
+        with pytest.raises(RuntimeError, match="inside"):
+            with inner.scope():
+                assert dist.distribution() is inner
+                raise RuntimeError("inside")
+        assert dist.distribution() is outer
+    assert dist.distribution() is None

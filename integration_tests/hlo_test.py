@@ -1,0 +1,72 @@
+"""With the same layouts, the compiled step is that of plain Keras."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_tp
+from integration_tests import combinations
+from keras_tp import distribution as dist
+
+pytestmark = pytest.mark.skipif(
+    keras.config.backend() != "jax", reason="HLO is what JAX compiles to"
+)
+
+CASES = {
+    "pair": (combinations.mlp, combinations.PAIR),
+    "heads": (combinations.attention, combinations.HEADS),
+    "output": (
+        combinations.mlp,
+        {**combinations.PAIR, ".*up/output": ("batch", None)},
+    ),
+    "nothing split": (combinations.convolution, {}),
+}
+
+
+def step_hlo(library, build, patterns, shape, uneven=False):
+    """The optimised HLO of the train step, without what names source lines."""
+    from keras_tp.backend.jax import collectives
+
+    keras.utils.set_random_seed(0)
+    devices = library.list_devices()[: int(np.prod(shape))]
+    mesh = library.DeviceMesh(shape, ["batch", "model"], devices)
+    layout_map = library.LayoutMap(mesh)
+    for pattern, axes in patterns.items():
+        layout_map[pattern] = axes
+    with library.ModelParallel(layout_map=layout_map).scope():
+        model = build()
+        model.compile(keras.optimizers.Adam(1e-3), "mse", metrics=["mae"])
+        x = np.zeros((8, *model.input_shape[1:]), "float32")
+        y = np.zeros((8, *model.output_shape[1:]), "float32")
+        compiled = collectives.compile_step(model, x, y)
+    text = re.sub(r", metadata=\{[^}]*\}", "", compiled.as_text())
+    # Tables of files and lines that metadata refers to.
+    return re.sub(
+        r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*",
+        "",
+        text,
+        flags=re.MULTILINE,
+    )
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
+@pytest.mark.parametrize("case", CASES)
+def test_train_step_is_that_of_plain_keras(case, shape):
+    build, patterns = CASES[case]
+    plain = step_hlo(keras.distribution, build, patterns, shape)
+    # No name of a variable or layer is part of the program.
+    keras.utils.clear_session()
+    keras_tp.install()
+    ours = step_hlo(dist, build, patterns, shape)
+    assert len(plain) > 1000
+    assert ours == plain
+
+
+def test_another_layout_is_another_program():
+    build, patterns = CASES["pair"]
+    one = step_hlo(dist, build, patterns, (1, 4))
+    other = step_hlo(dist, build, {".*up/kernel": ("model", None)}, (1, 2))
+    assert one != other

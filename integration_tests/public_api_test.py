@@ -1,0 +1,101 @@
+"""Public names and signatures are those that were promised."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+
+import keras
+import pytest
+
+import keras_tp
+from keras_tp import distribution as dist
+
+# What keras_tp.distribution adds to keras.distribution.
+ADDED = {
+    "count_collectives": "(model, x, y=None)",
+    "describe": "(model)",
+    "distribute_model": "(model, distribution=None)",
+}
+KERAS_NAMES = [
+    "DataParallel",
+    "DeviceMesh",
+    "LayoutMap",
+    "ModelParallel",
+    "TensorLayout",
+    "distribute_tensor",
+    "distribution",
+    "get_device_count",
+    "initialize",
+    "list_devices",
+    "set_distribution",
+]
+
+
+def public(module):
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+
+
+def test_the_names_are_keras_and_those_added():
+    assert public(keras.distribution) == set(KERAS_NAMES)
+    # A submodule of the same name must not hide a function.
+    assert public(dist) == set(KERAS_NAMES) | set(ADDED)
+    assert public(keras_tp) == {"install", "uninstall"}
+    assert keras_tp.__version__
+
+
+@pytest.mark.parametrize("name", KERAS_NAMES)
+def test_keras_signatures(name):
+    ours, plain = getattr(dist, name), getattr(keras.distribution, name)
+    assert inspect.signature(ours) == inspect.signature(plain)
+    if inspect.isclass(plain):
+        assert issubclass(ours, plain)
+        for attribute, value in inspect.getmembers(plain, inspect.isfunction):
+            if not attribute.startswith("_"):
+                assert inspect.signature(
+                    getattr(ours, attribute)
+                ) == inspect.signature(value), attribute
+    else:
+        assert callable(ours)
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_added_signatures(name):
+    assert str(inspect.signature(getattr(dist, name))) == ADDED[name]
+
+
+@pytest.mark.parametrize("name", ["install", "uninstall"])
+def test_install_takes_nothing(name):
+    assert str(inspect.signature(getattr(keras_tp, name))) == "()"
+
+
+@pytest.mark.parametrize("name", sorted([*KERAS_NAMES, *ADDED]))
+def test_every_public_name_has_a_docstring(name):
+    doc = inspect.getdoc(getattr(dist, name))
+    assert doc.splitlines()[0].endswith(".")
+
+
+def test_importing_patches_nothing():
+    code = (
+        "import keras, sys\n"
+        "import keras.src.layers.layer as layer\n"
+        "from keras.src.backend.common import variables\n"
+        "before = (layer.Layer.__call__, variables.Variable.__init__,\n"
+        "          keras.Model.fit, keras.distribution.set_distribution)\n"
+        "import keras_tp\n"
+        "from keras_tp.backend import hooks\n"
+        "assert before == (layer.Layer.__call__, variables.Variable.__init__,\n"
+        "                  keras.Model.fit,\n"
+        "                  keras.distribution.set_distribution)\n"
+        "assert not hooks.is_installed()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_launch_is_a_module():
+    launch = importlib.import_module("keras_tp.launch")
+    assert str(inspect.signature(launch.main)) == "(argv=None)"

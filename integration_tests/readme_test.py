@@ -1,0 +1,57 @@
+"""Every snippet of the README runs."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+COMMANDS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+ENVIRONMENT = {
+    **os.environ,
+    "KERAS_BACKEND": "jax",
+    "PYTHONPATH": str(ROOT),
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    # `python` in a command is the one that runs the tests.
+    "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+}
+
+
+def run(command, folder):
+    result = subprocess.run(
+        command,
+        env=ENVIRONMENT,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Warning" not in result.stderr, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("index", range(1, len(SNIPPETS)))
+def test_snippet_runs(index, tmp_path):
+    run([sys.executable, "-c", SNIPPETS[index]], tmp_path)
+
+
+def test_first_snippet_runs_by_the_command_beside_it(tmp_path):
+    assert "Save this as `train.py`" in README
+    (tmp_path / "train.py").write_text(SNIPPETS[0])
+    (command,) = COMMANDS
+    out = run(["bash", "-c", command], tmp_path)
+    assert "'all_reduce': (1, 8192)" in out
+    assert "'all_gather': (0, 0)" in out
+    assert "(None, 'model')" in out
+
+
+def test_the_two_commands_are_there():
+    for name in re.findall(r"^    bash (shell/\w+\.sh)", README, re.MULTILINE):
+        assert (ROOT / name).is_file()
+    assert "bash shell/test.sh" in (ROOT / ".ci" / "run").read_text()

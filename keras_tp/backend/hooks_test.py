@@ -1,0 +1,78 @@
+import types
+
+import keras
+import pytest
+
+import keras_tp
+from keras_tp.backend import hooks
+from keras_tp.backend.hooks import Hook
+
+MODEL = "keras.src.models.model:Model"
+
+
+def call_inner(original):
+    return lambda *args, **kwargs: original(*args, **kwargs)
+
+
+def test_install_replaces_and_uninstall_puts_the_same_object_back():
+    inherited = keras.Model.fit
+    own = keras.Model.save
+    hooks.install(
+        [
+            Hook(MODEL, "fit", call_inner, "a test"),
+            Hook(MODEL, "save", call_inner, "a test"),
+        ]
+    )
+    assert keras.Model.fit is not inherited
+    assert keras.Model.save is not own
+    hooks.uninstall()
+    assert keras.Model.fit is inherited
+    assert "fit" not in vars(keras.Model)
+    assert keras.Model.save is own
+
+
+def test_a_second_install_does_nothing():
+    keras_tp.install()
+    replaced = keras.Model.fit
+    keras_tp.install()
+    assert keras.Model.fit is replaced
+
+
+def test_a_moved_attribute_is_named_and_nothing_stays_replaced():
+    fit = keras.Model.fit
+    with pytest.raises(RuntimeError) as e:
+        hooks.install(
+            [
+                Hook(MODEL, "fit", call_inner, "a test"),
+                Hook(MODEL, "fitt", call_inner, "models train"),
+            ]
+        )
+    for text in (keras.__version__, f"{MODEL}.fitt", "so that models train"):
+        assert text in str(e.value)
+    assert keras.Model.fit is fit
+    assert not hooks.is_installed()
+
+
+def test_a_class_that_is_gone_is_named():
+    with pytest.raises(RuntimeError, match="model:Modell.fit"):
+        hooks.install([Hook(MODEL + "l", "fit", call_inner, "a test")])
+
+
+@pytest.mark.parametrize("version", ["3.14.9", "3.16.0", "4.0.1"])
+def test_other_versions_of_keras_are_refused(monkeypatch, version):
+    fake = types.SimpleNamespace(__version__=version)
+    monkeypatch.setattr(hooks, "keras", fake)
+    with pytest.raises(ImportError) as e:
+        keras_tp.install()
+    for text in (version, "keras>=3.15,<3.16", "pip install"):
+        assert text in str(e.value)
+    assert not hooks.is_installed()
+
+
+def test_every_row_says_why():
+    from keras_tp.backend import distribution_lib
+    from keras_tp.distribution import model_hooks
+
+    for hook in model_hooks.TABLE + distribution_lib.hook_table():
+        assert hook.why and hook.why[-1] not in "."
+        hook.resolve()

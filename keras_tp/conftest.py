@@ -1,0 +1,28 @@
+"""Tests start and end without a distribution and with Keras as released."""
+
+import os
+
+import keras
+import pytest
+
+import keras_tp
+
+if keras.config.backend() == "jax":
+    # Read when JAX makes its devices, which nothing has done yet.
+    os.environ.setdefault(
+        "XLA_FLAGS", "--xla_force_host_platform_device_count=8"
+    )
+
+
+def reset():
+    """Clears Keras's global state and takes the hooks out."""
+    keras_tp.distribution.set_distribution(None)
+    keras.utils.clear_session()
+    keras_tp.uninstall()
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    reset()
+    yield
+    reset()

@@ -1,0 +1,145 @@
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_tp import distribution as dist
+
+
+def model_parallel(patterns, *shape):
+    devices = dist.list_devices()[: int(np.prod(shape))]
+    mesh = dist.DeviceMesh(shape, ["batch", "model"], devices)
+    layout_map = dist.LayoutMap(mesh)
+    for pattern, axes in patterns.items():
+        layout_map[pattern] = axes
+    return dist.ModelParallel(layout_map=layout_map)
+
+
+def mlp():
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(12, name="up"),
+            layers.Dropout(0.5, name="drop"),
+            layers.Dense(4, name="down"),
+        ],
+        name="net",
+    )
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+X, Y = np.ones((4, 6), "float32"), np.ones((4, 4), "float32")
+PATTERNS = {".*up/kernel": (None, "model"), ".*up/bias": (None,)}
+
+
+def test_rows_are_read_from_the_live_arrays():
+    with model_parallel(PATTERNS, 1, 2).scope():
+        model = mlp()
+        model.fit(X, Y, verbose=0)
+    report = dist.describe(model)
+    row = report["net/up/kernel"]
+    assert (row.role, row.shape, row.dtype) == ("weight", (6, 12), "float32")
+    assert row.axes == (None, "model")
+    assert row.bytes == 288
+    assert row.device_bytes == {"cpu:0": 144, "cpu:1": 144}
+    assert row.is_split and row.why == ""
+    # Not what was declared: what is there.
+    kernel = model.layers[0].kernel
+    kernel._value = kernel._value * 1.0
+    moved = dist.DataParallel(devices=["cpu:3"])
+    dist.distribute_model(model, moved)
+    assert dist.describe(model)["net/up/kernel"].device_bytes == {"cpu:3": 288}
+
+
+def test_totals_are_the_sums_of_the_rows():
+    with model_parallel(PATTERNS, 1, 4).scope():
+        model = mlp()
+        model.fit(X, Y, verbose=0)
+    report = dist.describe(model)
+    assert report.total_bytes == sum(row.bytes for row in report.rows)
+    for device, held in report.device_bytes.items():
+        assert held == sum(r.device_bytes[device] for r in report.rows)
+    # The kernel and its two slots.
+    assert report.split_bytes == 3 * 288
+    whole = report.total_bytes - report.split_bytes
+    assert set(report.device_bytes.values()) == {whole + 3 * 288 // 4}
+    assert len(report.replicated) == len(report.rows) - 3
+
+
+def test_why_a_variable_is_replicated():
+    with model_parallel(PATTERNS, 1, 2).scope():
+        model = mlp()
+        model.fit(X, Y, verbose=0)
+    report = dist.describe(model)
+    why = {row.path: row.why for row in report.rows}
+    assert why["net/down/kernel"] == "no pattern matches"
+    assert why["net/up/bias"] == "the layout of '.*up/bias' says so"
+    roles = {row.role: row.why for row in report.replicated}
+    assert roles["metric"] == "metrics are replicated"
+    assert roles["seed"] == "random state is replicated"
+    assert "its variable is replicated" in roles["slot"]
+    with dist.DataParallel(devices=dist.list_devices()[:2]).scope():
+        row = dist.describe(mlp())["net/up/kernel"]
+    assert row.why == "data parallelism replicates variables"
+
+
+def test_a_plain_model():
+    row = dist.describe(mlp())["net/up/kernel"]
+    assert row.axes is None
+    assert row.device_bytes == {"cpu:0": 288}
+    assert row.why == "no distribution"
+
+
+def test_printed_and_as_json():
+    with model_parallel(PATTERNS, 1, 2).scope():
+        model = mlp()
+    report = dist.describe(model)
+    text = str(report)
+    for part in ("net/up/kernel", "(6, 12)", "(None, 'model')", "cpu:1", "B"):
+        assert part in text
+    assert max(len(line) for line in text.splitlines()) <= 120
+    assert "% of the bytes split" in repr(report)
+    assert json.loads(json.dumps(report.to_dict()))["model"] == "net"
+    with pytest.raises(KeyError, match="net/up/karnel"):
+        report["net/up/karnel"]
+
+
+def test_count_collectives_changes_nothing():
+    with model_parallel(PATTERNS, 1, 2).scope():
+        model = mlp()
+    model.fit(X, Y, verbose=0)
+
+    def state():
+        variables = model.variables + model.optimizer.variables
+        return [np.array(v) for v in variables + model.metrics_variables]
+
+    before = state()
+    counts = dist.count_collectives(model, X, Y)
+    assert counts["all_gather"][0] + counts["all_reduce"][0] > 0
+    for old, new in zip(before, state()):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_count_collectives_builds_what_is_not_built():
+    with model_parallel({".*up/kernel": ("model", None)}, 1, 2).scope():
+        model = keras.Sequential([layers.Dense(4, name="up")])
+        model.compile("sgd", "mse")
+        counts = dist.count_collectives(model, X, Y)
+    # The row-parallel product of a batch of 4 by 4 outputs.
+    assert counts["all_reduce"] == (1, 4 * 4 * 4)
+    assert dist.count_collectives(model, X)["all_reduce"] == (1, 4 * 4 * 4)
+
+
+def test_a_plain_model_communicates_nothing():
+    counts = dist.count_collectives(mlp(), X, Y)
+    assert set(counts) == {
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "collective_permute",
+    }
+    assert set(counts.values()) == {(0, 0)}
