@@ -1,0 +1,507 @@
+"""What keras_tp replaces in Keras on torch, and in DTensor."""
+
+import functools
+import os
+import tempfile
+
+import numpy as np
+import torch
+from keras.src import initializers
+from keras.src import tree
+from keras.src.backend.common import is_float_dtype
+from keras.src.backend.torch import core
+from keras.src.distribution.distribution_lib import distribution
+from torch.distributed.tensor import DTensor
+
+from keras_tp.backend.hooks import Hook
+from keras_tp.backend.torch import ops
+from keras_tp.backend.torch import placement
+from keras_tp.backend.torch import processes
+
+_SAME_DATA = (
+    "torch feeds every process the same global batch: give all of them the "
+    "same data in the same order, and the same seed."
+)
+_SAME_RANDOMNESS = (
+    "Call `keras.utils.set_random_seed` with the same seed in every process, "
+    "and draw random numbers in all processes or in none."
+)
+
+
+def lay_out(variable, value):
+    """Gives a variable a value under its layout.
+
+    Args:
+        variable: A Keras variable with a layout.
+        value: Plain tensor or DTensor of the whole variable.
+    """
+    placed = placement.as_placement(variable._layout)
+    if stays_plain(variable, placed):
+        value = placement.to_full(value.detach())
+    elif isinstance(value, DTensor):
+        value = value.detach().redistribute(placed.mesh, placed.placements)
+    else:
+        value = placement.from_full(value.detach(), placed)
+    set_value(variable, value)
+
+
+def set_value(variable, value):
+    """Makes a tensor the value of a variable, as a parameter of torch."""
+    parameter = torch.nn.Parameter(value, requires_grad=variable.trainable)
+    if isinstance(parameter, DTensor) and parameter.requires_grad:
+        # Data parallelism: the one place where a gradient is added up.
+        parameter.register_hook(
+            functools.partial(
+                _redistributed,
+                mesh=parameter.device_mesh,
+                placements=parameter.placements,
+            )
+        )
+    variable._value = parameter
+
+
+def stays_plain(variable, placed):
+    """Returns whether a variable is a plain tensor in every process.
+
+    Counters, random state and the like are: nothing splits them, no gradient
+    reaches them, and Python reads them.
+    """
+    if placed.mesh is None:
+        return True
+    if variable.trainable or placed.is_split:
+        return False
+    return len(variable._shape) == 0 or not is_float_dtype(variable._dtype)
+
+
+def distribute_batch(data):
+    """Returns a batch with each array split as its distribution says.
+
+    Args:
+        data: Structure of arrays, the same in every process. What the batch
+            axis does not split stays as it is.
+    """
+    current = distribution()
+    if getattr(current, "batch_dim_name", None) is None:
+        return data
+    return tree.map_structure(lambda array: batch_input(array, current), data)
+
+
+def batch_input(array, current):
+    """Returns one array of a batch as a tensor under a distribution."""
+    if isinstance(array, DTensor) or not getattr(array, "shape", ()):
+        return array
+    if not isinstance(array, (torch.Tensor, np.ndarray)):
+        return array
+    layout = current.get_data_layout(tuple(array.shape))
+    return split_batch(array, placement.as_placement(layout))
+
+
+def split_batch(array, placed):
+    """Returns this process's part of an array as a DTensor.
+
+    Args:
+        array: Array or plain tensor, the same in every process.
+        placed: `Placement`. An array that it cannot split evenly, such as the
+            last batch of an epoch, is left whole.
+    """
+    if not placed.is_split:
+        return array
+    for dim, placed_on_dim in enumerate(placed.placements):
+        if placed_on_dim.is_shard():
+            size = array.shape[placed_on_dim.dim]
+            if size % placed.mesh.size(dim):
+                return array
+    return placement.from_full(core.convert_to_tensor(array), placed)
+
+
+def _redistributed(gradient, mesh, placements):
+    if not isinstance(gradient, DTensor):
+        return placement.from_full(
+            gradient, placement.Placement(mesh, placements)
+        )
+    if gradient.placements == placements:
+        return gradient
+    return gradient.redistribute(mesh, placements)
+
+
+def _constant_of(initializer):
+    """Returns the number that an initializer fills with, or `None`."""
+    kind = type(initializer)
+    if kind is initializers.Zeros:
+        return 0
+    if kind is initializers.Ones:
+        return 1
+    if kind is initializers.Constant and np.ndim(initializer.value) == 0:
+        return initializer.value
+    return None
+
+
+def _give_layout(variable):
+    """Returns the `Placement` of a new variable; `None` without one."""
+    current = distribution()
+    if current is None:
+        return None
+    variable._layout = current.get_variable_layout(variable)
+    return placement.as_placement(variable._layout)
+
+
+def _hook_initialize(original):
+    @functools.wraps(original)
+    def _initialize(self, value):
+        if distribution() is None:
+            return original(self, value)
+        if isinstance(value, torch.nn.Parameter):
+            raise NotImplementedError(
+                "A parameter of a torch module cannot be distributed: "
+                f"variable {self.path!r} would have to share it. Build the "
+                "model before you set a distribution and call "
+                "`keras_tp.distribution.distribute_model`, or write the "
+                f"module as Keras layers. Received: {type(value)} of shape "
+                f"{tuple(value.shape)}"
+            )
+        value = core.convert_to_tensor(value, dtype=self._dtype)
+        self._shape = self._validate_shape(value.shape)
+        _give_layout(self)
+        lay_out(self, value)
+
+    return _initialize
+
+
+def _hook_initialize_with_initializer(original):
+    """Slots and other constants are made as shards, all else is sliced."""
+
+    @functools.wraps(original)
+    def _initialize_with_initializer(self, initializer):
+        placed = _give_layout(self)
+        fill = None if placed is None else _constant_of(initializer)
+        if fill is None or stays_plain(self, placed):
+            return original(self, initializer)
+        dtype = core.to_torch_dtype(self._dtype)
+        set_value(self, placement.filled(self._shape, fill, dtype, placed))
+
+    return _initialize_with_initializer
+
+
+def _hook_direct_assign(original):
+    @functools.wraps(original)
+    def _direct_assign(self, value):
+        if not isinstance(self._value, DTensor):
+            value = placement.to_full(value)
+        return original(self, value)
+
+    return _direct_assign
+
+
+def _hook_array(original):
+    """Arrays of numpy are whole: `numpy()`, `get_weights` and saving."""
+
+    @functools.wraps(original)
+    def __array__(self, *args, **kwargs):
+        if placement.needs_communication(self):
+            processes.meet("Converting a tensor to numpy, as saving does,")
+        return placement.to_full(self).__array__(*args, **kwargs)
+
+    return __array__
+
+
+def _hook_numpy(original):
+    @functools.wraps(original)
+    def numpy(self, *args, **kwargs):
+        if isinstance(self, DTensor):
+            if placement.needs_communication(self):
+                processes.meet("`numpy()`")
+            self = placement.to_full(self)
+        return original(self, *args, **kwargs)
+
+    return numpy
+
+
+def _hook_operation_call(original):
+    @functools.wraps(original)
+    def __call__(self, *args, **kwargs):
+        outputs = original(self, *args, **kwargs)
+        if isinstance(outputs, DTensor):
+            return placement.settle(outputs)
+        if isinstance(outputs, (list, tuple, dict)):
+            if any(isinstance(o, DTensor) for o in tree.flatten(outputs)):
+                return tree.map_structure(
+                    lambda o: (
+                        placement.settle(o) if isinstance(o, DTensor) else o
+                    ),
+                    outputs,
+                )
+        return outputs
+
+    return __call__
+
+
+def _hook_make_function(attribute):
+    """The step function gets split batches and gives back plain tensors."""
+
+    def replace(original):
+        @functools.wraps(original)
+        def make_function(self, force=False):
+            made = getattr(self, attribute)
+            result = original(self, force)
+            step = getattr(self, attribute)
+            if distribution() is None or step is made:
+                return result
+
+            @functools.wraps(step)
+            def distributed_step(data):
+                outputs = step(distribute_batch(data))
+                return tree.map_structure(placement.to_full, outputs)
+
+            setattr(self, attribute, distributed_step)
+            return result
+
+        return make_function
+
+    return replace
+
+
+def _hook_get_iterator(original):
+    """Each epoch's first batch is compared between the processes."""
+
+    @functools.wraps(original)
+    def _get_iterator(self):
+        iterator = original(self)
+        if distribution() is None or processes.world_size() == 1:
+            return iterator
+        return _CheckedBatches(iterator)
+
+    return _get_iterator
+
+
+class _CheckedBatches:
+    """Iterates over batches; an error if processes begin with different ones.
+
+    Args:
+        batches: Iterable of batches.
+    """
+
+    def __init__(self, batches):
+        self._batches = batches
+
+    def __iter__(self):
+        processes.same_everywhere(
+            "random states", processes.rng_bytes(), _SAME_RANDOMNESS
+        )
+        for index, batch in enumerate(self._batches):
+            if index == 0:
+                arrays = [
+                    np.asarray(leaf).tobytes()
+                    for leaf in tree.flatten(batch)
+                    if leaf is not None
+                ]
+                processes.same_everywhere("batches", arrays, _SAME_DATA)
+            yield batch
+
+
+def _hook_print_msg(original):
+    @functools.wraps(original)
+    def print_msg(*args, **kwargs):
+        if processes.is_first():
+            return original(*args, **kwargs)
+
+    return print_msg
+
+
+def _hook_save(original):
+    """All processes gather, one of them writes."""
+
+    @functools.wraps(original)
+    def save(model, filepath, *args, **kwargs):
+        split = any(
+            isinstance(variable._value, DTensor) for variable in model.variables
+        )
+        if not split or not isinstance(filepath, (str, os.PathLike)):
+            return original(model, filepath, *args, **kwargs)
+        processes.meet("Saving")
+        if processes.is_first():
+            result = original(model, filepath, *args, **kwargs)
+        else:
+            result = _join_save(original, model, filepath, *args, **kwargs)
+        # Whoever loads the file next finds it complete.
+        processes.meet("Saving")
+        return result
+
+    return save
+
+
+def _join_save(original, model, filepath, *args, **kwargs):
+    """Takes part in the gathering and leaves an empty file, then nothing."""
+    _joining.append(True)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            name = os.path.basename(os.fspath(filepath))
+            original(model, os.path.join(folder, name), *args, **kwargs)
+    finally:
+        _joining.pop()
+
+
+_joining = []
+
+
+def _hook_store(original):
+    @functools.wraps(original)
+    def __setitem__(self, key, value):
+        if _joining:
+            core.convert_to_numpy(value)
+            return
+        original(self, key, value)
+
+    return __setitem__
+
+
+def _hook_named_parameters(original):
+    """A variable that was moved has a new parameter; its layers learn it."""
+
+    @functools.wraps(original)
+    def named_parameters(self, *args, **kwargs):
+        for module in self.modules():
+            held = module._modules.get("_torch_params")
+            if held is None or not hasattr(module, "variables"):
+                continue
+            if any(
+                held[variable.path] is not variable._value
+                for variable in module.variables
+                if variable.path in held
+            ):
+                module._track_variables()
+        return original(self, *args, **kwargs)
+
+    return named_parameters
+
+
+def _distribution_lib(original):
+    from keras_tp.backend.torch import distribution_lib
+
+    return distribution_lib
+
+
+_VARIABLE = "keras.src.backend.torch.core:Variable"
+_TRAINER = "keras.src.backend.torch.trainer:TorchTrainer"
+_DTENSOR = "torch.distributed.tensor:DTensor"
+_STATE = "keras_tp.backend.torch.ops:dtensor_state"
+
+TABLE = [
+    Hook(
+        "keras.src.distribution.distribution_lib",
+        "distribution_lib",
+        _distribution_lib,
+        "plain keras.distribution has a backend (Keras has None on torch)",
+    ),
+    Hook(
+        "keras.src.backend",
+        "distribution_lib",
+        _distribution_lib,
+        "plain keras.distribution has a backend (Keras has None on torch)",
+    ),
+    Hook(
+        _VARIABLE,
+        "_initialize",
+        _hook_initialize,
+        "a variable is born as its shard",
+    ),
+    Hook(
+        _VARIABLE,
+        "_initialize_with_initializer",
+        _hook_initialize_with_initializer,
+        "slots are made as shards, never whole",
+    ),
+    Hook(
+        _VARIABLE,
+        "_direct_assign",
+        _hook_direct_assign,
+        "a distributed value can be assigned to a plain variable",
+    ),
+    Hook(
+        "keras.src.backend.torch.layer:TorchLayer",
+        "named_parameters",
+        _hook_named_parameters,
+        "zero_grad reaches the variables of a model that was moved",
+    ),
+    Hook(
+        _DTENSOR,
+        "__array__",
+        _hook_array,
+        "numpy sees the whole tensor, or an error that names who is missing",
+    ),
+    Hook(
+        _DTENSOR,
+        "numpy",
+        _hook_numpy,
+        "numpy sees the whole tensor, or an error that names who is missing",
+    ),
+    Hook(
+        "keras.src.ops.operation:Operation",
+        "__call__",
+        _hook_operation_call,
+        "partial sums are added up once, at the borders of layers",
+    ),
+    *(
+        Hook(
+            _TRAINER,
+            f"make_{name}_function",
+            _hook_make_function(f"{name}_function"),
+            f"the batches of a {name} step are split",
+        )
+        for name in ("train", "test", "predict")
+    ),
+    Hook(
+        "keras.src.backend.torch.trainer:TorchEpochIterator",
+        "_get_iterator",
+        _hook_get_iterator,
+        "processes with different data stop with an error",
+    ),
+    Hook(
+        "keras.src.utils.io_utils",
+        "print_msg",
+        _hook_print_msg,
+        "one process prints progress",
+    ),
+    *(
+        Hook(
+            owner,
+            name,
+            _hook_save,
+            "all processes gather and one writes",
+        )
+        for owner, name in (
+            ("keras.src.saving.saving_lib", "save_model"),
+            ("keras.src.saving.saving_lib", "save_weights_only"),
+            (
+                "keras.src.legacy.saving.legacy_h5_format",
+                "save_model_to_hdf5",
+            ),
+        )
+    ),
+    Hook(
+        "keras.src.saving.saving_lib:H5IOStore",
+        "__setitem__",
+        _hook_store,
+        "processes that do not write keep no copy of the model",
+    ),
+    Hook(
+        "torch.nn.functional",
+        "embedding",
+        ops.embedding,
+        "the gradient of a split table is split",
+    ),
+    *(
+        Hook(
+            _STATE,
+            name,
+            lambda original, handler=handler: handler,
+            "it is split, or drawn, as one process does",
+        )
+        for name, handler in ops.handler_table().items()
+    ),
+    Hook(
+        _STATE,
+        "implicit_replication",
+        lambda original: True,
+        "plain tensors, equal in all processes, meet distributed ones",
+    ),
+]
