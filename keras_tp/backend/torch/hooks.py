@@ -196,10 +196,10 @@ def _hook_array(original):
     """Arrays of numpy are whole: `numpy()`, `get_weights` and saving."""
 
     @functools.wraps(original)
-    def __array__(self, *args, **kwargs):
+    def __array__(self, dtype=None, copy=None):
         if placement.needs_communication(self):
             processes.meet("Converting a tensor to numpy, as saving does,")
-        return placement.to_full(self).__array__(*args, **kwargs)
+        return np.array(placement.to_full(self).numpy(), dtype=dtype)
 
     return __array__
 
@@ -287,7 +287,11 @@ class _CheckedBatches:
         processes.same_everywhere(
             "random states", processes.rng_bytes(), _SAME_RANDOMNESS
         )
-        for index, batch in enumerate(self._batches):
+        # Made now, as it would be without us: a DataLoader draws a seed.
+        return self._checked(iter(self._batches))
+
+    def _checked(self, iterator):
+        for index, batch in enumerate(iterator):
             if index == 0:
                 arrays = [
                     np.asarray(leaf).tobytes()

@@ -561,6 +561,10 @@ def _local(tensor, mesh, placements):
 
 def _wrap(local, mesh, placements):
     """Returns a DTensor of evenly split parts, below the gradient."""
+    if any(placed.is_partial() for placed in placements):
+        # What comes out of an all-reduce is contiguous, and so has to be what
+        # is noted about its strides.
+        local = local.contiguous()
     shape, stride = compute_global_tensor_info(local, mesh, placements)
     meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)

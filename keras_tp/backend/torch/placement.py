@@ -213,6 +213,10 @@ def settled(tensor):
         return tensor
     if not any(p.is_partial() for p in tensor.placements):
         return tensor
+    if not tensor.is_contiguous():
+        # What comes out of an all-reduce is contiguous, whatever DTensor
+        # has noted about its strides.
+        tensor = tensor.contiguous()
     return tensor.redistribute(
         placements=[
             Replicate() if p.is_partial() else p for p in tensor.placements
