@@ -257,7 +257,9 @@ TABLE = [
         )
     ),
     Hook(
-        _MODEL,
+        # Where Keras defines it: `load_model` does not compile a class that
+        # has a `compile` of its own.
+        "keras.src.trainers.trainer:Trainer",
         "compile",
         _hook_compile,
         "layouts that miss the model are reported before it is compiled",

@@ -235,6 +235,16 @@ def _hook_operation_call(original):
     return __call__
 
 
+def _hook_contraction(original):
+    """Sums are added up before something is made of each part of them."""
+
+    @functools.wraps(original)
+    def contraction(*args, **kwargs):
+        return placement.settled(original(*args, **kwargs))
+
+    return contraction
+
+
 def _hook_make_function(attribute):
     """The step function gets split batches and gives back plain tensors."""
 
@@ -443,6 +453,15 @@ TABLE = [
         "__call__",
         _hook_operation_call,
         "partial sums are added up once, at the borders of layers",
+    ),
+    *(
+        Hook(
+            "keras.src.backend.torch.numpy",
+            name,
+            _hook_contraction,
+            "a split sum is added up once, before a bias or a gate",
+        )
+        for name in ("dot", "einsum", "matmul", "tensordot")
     ),
     *(
         Hook(
