@@ -456,12 +456,12 @@ TABLE = [
     ),
     *(
         Hook(
-            "keras.src.backend.torch.numpy",
+            "torch",
             name,
             _hook_contraction,
             "a split sum is added up once, before a bias or a gate",
         )
-        for name in ("dot", "einsum", "matmul", "tensordot")
+        for name in ("einsum", "matmul", "tensordot")
     ),
     *(
         Hook(
