@@ -259,7 +259,15 @@ def _hook_make_function(attribute):
 
             @functools.wraps(step)
             def distributed_step(data):
-                outputs = step(distribute_batch(data))
+                data = distribute_batch(data)
+                if self.jit_compile:
+                    # Symbolic sizes do not go into a DTensor's placements.
+                    with torch._dynamo.config.patch(
+                        automatic_dynamic_shapes=False
+                    ):
+                        outputs = step(data)
+                else:
+                    outputs = step(data)
                 return tree.map_structure(placement.to_full, outputs)
 
             setattr(self, attribute, distributed_step)
