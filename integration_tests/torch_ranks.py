@@ -13,6 +13,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import time
 
 import pytest
 
@@ -64,7 +65,11 @@ def main():
     # Next to the tests that it is given, not to the module it is now.
     root = str(pathlib.Path(__file__).parent.parent)
     sys.path.insert(0, root)
-    return pytest.main(["-p", "integration_tests.torch_ranks", *sys.argv[1:]])
+    code = pytest.main(["-p", "integration_tests.torch_ranks", *sys.argv[1:]])
+    # torchrun ends all processes with the first that fails: let the others
+    # print what they found.
+    time.sleep(2 if code else 0)
+    return code
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import zipfile
 
 from keras.src.backend.common.stateless_scope import StatelessScope
 from keras.src.distribution.distribution_lib import distribution
+from keras.src.saving import saving_lib
 
 
 class _DryRun(StatelessScope):
@@ -30,6 +31,9 @@ def check_before_loading(original):
     def load_weights_only(model, filepath, *args, **kwargs):
         if all(variable._layout is None for variable in model.variables):
             return original(model, filepath, *args, **kwargs)
+        # Keras makes an optimizer, with variables, to learn which attributes
+        # to skip, and remembers them: a dry run cannot make variables.
+        saving_lib.get_attr_skipset("Optimizer")
         with _errors_name(filepath, "The model is unchanged."):
             with warnings.catch_warnings():
                 # The real pass below gives the same warnings.
