@@ -129,7 +129,7 @@ def test_convolutions_of_other_ranks(of_weight, rank, mesh):
     )
 
 
-@pytest.mark.parametrize("masked", [None, (6, 6), (4, 1, 6, 6), (4, 4, 6, 6)])
+@pytest.mark.parametrize("masked", [None, (8, 8), (4, 1, 8, 8), (4, 4, 8, 8)])
 @pytest.mark.parametrize("dim", [None, 0, 1, 2, 3])
 def test_attention(dim, masked, mesh):
     axes = tuple(M if d == dim else None for d in range(4))
@@ -138,7 +138,7 @@ def test_attention(dim, masked, mesh):
         lambda q, k, v: F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None
         ),
-        [randn(4, 4, 6, 8), randn(4, 4, 6, 8) + 1, randn(4, 4, 6, 8) - 1],
+        [randn(4, 4, 8, 8), randn(4, 4, 8, 8) + 1, randn(4, 4, 8, 8) - 1],
         [axes] * 3,
         mesh,
     )
