@@ -5,6 +5,7 @@ import functools
 import warnings
 import zipfile
 
+from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import StatelessScope
 from keras.src.distribution.distribution_lib import distribution
 from keras.src.saving import saving_lib
@@ -31,18 +32,33 @@ def check_before_loading(original):
     def load_weights_only(model, filepath, *args, **kwargs):
         if all(variable._layout is None for variable in model.variables):
             return original(model, filepath, *args, **kwargs)
-        # Keras makes an optimizer, with variables, to learn which attributes
-        # to skip, and remembers them: a dry run cannot make variables.
-        saving_lib.get_attr_skipset("Optimizer")
         with _errors_name(filepath, "The model is unchanged."):
             with warnings.catch_warnings():
                 # The real pass below gives the same warnings.
                 warnings.simplefilter("ignore")
-                with _DryRun():
+                with _attributes_to_skip_known(), _DryRun():
                     original(model, filepath, *args, **kwargs)
         return original(model, filepath, *args, **kwargs)
 
     return load_weights_only
+
+
+@contextlib.contextmanager
+def _attributes_to_skip_known():
+    """Keras makes an optimizer to learn which attributes to skip.
+
+    It has variables, which a stateless scope refuses. Keras means to remember
+    the answer, but looks for it under another name than it stores it.
+    """
+    name = "saving_attr_skiplist_Optimizer"
+    before = global_state.get_global_attribute(name)
+    global_state.set_global_attribute(
+        name, saving_lib.get_attr_skipset("Optimizer")
+    )
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(name, before)
 
 
 def name_file(original):
