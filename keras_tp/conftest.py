@@ -6,6 +6,14 @@ import keras
 import pytest
 
 import keras_tp
+from keras_tp.backend import SUPPORTED_BACKENDS
+
+# One backend per process: the tests of the others cannot be imported.
+collect_ignore = [
+    f"backend/{name}"
+    for name in SUPPORTED_BACKENDS
+    if name != keras.config.backend()
+]
 
 if keras.config.backend() == "jax":
     # Read when JAX makes its devices, which nothing has done yet.

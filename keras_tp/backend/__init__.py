@@ -5,7 +5,7 @@ import importlib
 import keras
 
 # A new backend is a folder of this package and a row here.
-SUPPORTED_BACKENDS = ("jax",)
+SUPPORTED_BACKENDS = ("jax", "torch")
 
 
 def _load_distribution_lib():

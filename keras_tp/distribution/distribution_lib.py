@@ -7,6 +7,7 @@ framework in use is the business of `keras_tp.backend`.
 import collections
 import math
 import os
+import sys
 import warnings
 
 import numpy as np
@@ -110,7 +111,8 @@ class DeviceMesh(keras_lib.DeviceMesh):
             raise ValueError(
                 "Shape does not match the number of devices. A mesh of shape "
                 f"{tuple(shape)} has {count} devices, and {len(given)} are "
-                f"{'listed' if listed else 'available'}. Received: "
+                f"{'listed' if listed else 'available'}. "
+                f"{'' if listed else _how_to_launch(count)}Received: "
                 f"shape={tuple(shape)}; devices={given}"
             )
         repeated = [d for d, k in collections.Counter(given).items() if k > 1]
@@ -426,5 +428,13 @@ def _check_devices_exist(devices):
         if device.lower() not in known[kind]:
             raise ValueError(
                 f"Unknown device '{device}'. Devices of its type here: "
-                f"{known[kind]}. Received: devices={devices.tolist()}"
+                f"{known[kind]}. {_how_to_launch(len(devices))}Received: "
+                f"devices={devices.tolist()}"
             )
+
+
+def _how_to_launch(count):
+    """Returns the sentence, and a space, that says how to get devices."""
+    script = sys.argv[0] or "script.py"
+    command = f"python -m keras_tp.launch --devices {count} {script}"
+    return f"To run on {count} devices: `{command}`. "

@@ -1,0 +1,272 @@
+"""Operations of torch on split tensors, and their gradients, as on one."""
+
+import keras
+import numpy as np
+import pytest
+
+if keras.config.backend() != "torch":
+    pytest.skip("operations of torch", allow_module_level=True)
+
+import torch
+import torch.nn.functional as F
+
+from keras_tp import distribution
+from keras_tp.backend.torch import ops
+from keras_tp.backend.torch import placement
+
+M = "model"
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape):
+    return torch.randn(*shape, generator=generator(sum(shape)))
+
+
+def whole(rank):
+    return (None,) * rank
+
+
+@pytest.fixture
+def mesh():
+    devices = distribution.list_devices()
+    if len(devices) < 2:
+        pytest.skip("needs several processes")
+    mesh = distribution.DeviceMesh((1, len(devices)), ["batch", M])
+    distribution.set_distribution(
+        distribution.ModelParallel(layout_map=distribution.LayoutMap(mesh))
+    )
+    yield mesh
+    distribution.set_distribution(None)
+    distribution.distribution_lib.uninstall()
+
+
+def check(function, tensors, axes, mesh):
+    """Compares values and gradients; returns result and gradients."""
+    plain = [t.clone() for t in tensors]
+    split = [
+        distribution.distribute_tensor(
+            t.clone(), distribution.TensorLayout(a, mesh)
+        ).detach()
+        for t, a in zip(tensors, axes)
+    ]
+    for tensor in (*plain, *split):
+        tensor.requires_grad_(tensor.is_floating_point())
+    torch.manual_seed(7)
+    expected = function(*plain)
+    torch.manual_seed(7)
+    actual = function(*split)
+    np.testing.assert_allclose(
+        placement.to_full(actual).detach(), expected.detach(), atol=2e-5
+    )
+    if not expected.requires_grad:
+        return actual, []
+    gradient = torch.randn(expected.shape, generator=generator(3))
+    expected.backward(gradient)
+    actual.backward(placement.replicate(gradient, split[0].device_mesh))
+    for a, b in zip(split, plain):
+        if b.grad is not None:
+            np.testing.assert_allclose(
+                placement.to_full(a.grad), b.grad, atol=1e-4
+            )
+    return actual, [t.grad for t in split]
+
+
+X = (4, 8, 7, 6)
+CONVOLUTIONS = {
+    "conv": (lambda x, w: F.conv2d(x, w, padding=1), (16, 8, 3, 3)),
+    "groups": (lambda x, w: F.conv2d(x, w, groups=4), (12, 2, 3, 3)),
+    "depthwise": (lambda x, w: F.conv2d(x, w, groups=8), (16, 1, 3, 3)),
+    "transposed": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=2, output_padding=1),
+        (8, 12, 3, 3),
+    ),
+    "transposed_groups": (
+        lambda x, w: F.conv_transpose2d(x, w, groups=4),
+        (8, 2, 3, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("of_x", [None, 0, 1])
+@pytest.mark.parametrize("of_weight", [None, 0, 1])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions(name, of_weight, of_x, mesh):
+    function, shape = CONVOLUTIONS[name]
+    size = dict(zip(mesh.axis_names, mesh.shape))[M]
+    if of_weight is not None and shape[of_weight] % size:
+        pytest.skip("does not divide")
+    axes = [
+        tuple(M if dim == of else None for dim in range(4))
+        for of in (of_x, of_weight)
+    ]
+    check(function, [randn(*X), randn(*shape)], axes, mesh)
+
+
+@pytest.mark.parametrize("of_weight", [0, 1])
+def test_a_bias_is_added_once(of_weight, mesh):
+    axes = tuple(M if dim == of_weight else None for dim in range(4))
+    check(
+        lambda x, w, b: F.conv2d(x, w, b, stride=2),
+        [randn(*X), randn(8, 8, 3, 3), randn(8)],
+        [whole(4), axes, whole(1)],
+        mesh,
+    )
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("of_weight", [0, 1])
+def test_convolutions_of_other_ranks(of_weight, rank, mesh):
+    function = {1: F.conv1d, 3: F.conv3d}[rank]
+    axes = tuple(M if dim == of_weight else None for dim in range(rank + 2))
+    check(
+        function,
+        [randn(2, 4, *[5] * rank), randn(8, 4, *[3] * rank)],
+        [whole(rank + 2), axes],
+        mesh,
+    )
+
+
+@pytest.mark.parametrize("masked", [None, (8, 8), (4, 1, 8, 8), (4, 4, 8, 8)])
+@pytest.mark.parametrize("dim", [None, 0, 1, 2, 3])
+def test_attention(dim, masked, mesh):
+    axes = tuple(M if d == dim else None for d in range(4))
+    mask = None if masked is None else randn(*masked)
+    check(
+        lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None
+        ),
+        [randn(4, 4, 8, 8), randn(4, 4, 8, 8) + 1, randn(4, 4, 8, 8) - 1],
+        [axes] * 3,
+        mesh,
+    )
+
+
+@pytest.mark.parametrize("axes", [(M, None), (None, M)])
+def test_embedding(axes, mesh):
+    # The first and last row of every shard.
+    ids = torch.arange(24).reshape(4, 6)
+    _, (gradient,) = check(
+        lambda table: F.embedding(ids, table), [randn(24, 8)], [axes], mesh
+    )
+    # The gradient is split as the table is: never whole.
+    size = dict(zip(mesh.axis_names, mesh.shape))[M]
+    assert gradient.to_local().numel() * size == 24 * 8
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: F.dropout(x, 0.4),
+        lambda x: torch.rand_like(x) + 0 * x,
+        lambda x: torch.randn_like(x) + 0 * x,
+        lambda x: torch.empty_like(x).normal_() + 0 * x,
+        lambda x: torch.empty_like(x).uniform_(1, 2) + 0 * x,
+        lambda x: torch.bernoulli(torch.sigmoid(x)).to(x.dtype) + 0 * x,
+        lambda x: torch.multinomial(torch.softmax(x, -1), 2),
+    ],
+)
+@pytest.mark.parametrize("axes", [(M, None), (None, M)])
+def test_random_numbers_are_those_of_one_process(axes, draw, mesh):
+    check(draw, [randn(8, 4)], [axes], mesh)
+
+
+LAST = {
+    "unfold": lambda x: x.unfold(1, 3, 1),
+    "cumsum": lambda x: x.cumsum(-1),
+    "cumprod": lambda x: x.cumprod(-1),
+    "logcumsumexp": lambda x: x.logcumsumexp(-1),
+    "cummax": lambda x: x.cummax(-1).values,
+    "unbind": lambda x: x.unbind(1)[2],
+    "nonzero": lambda x: torch.nonzero(x > 0),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "boolean_index": lambda x: x[x > 0],
+    "unique": lambda x: torch.unique(x.detach().round()),
+    "bincount": lambda x: torch.bincount((x > 0).long().reshape(-1)),
+    "searchsorted": lambda x: torch.searchsorted(x.detach().sort().values, x),
+    "any": lambda x: (x > 0).any(-1).int(),
+    "all": lambda x: (x > -1).all().int(),
+    "mse_loss": lambda x: F.mse_loss(x, torch.zeros(4, 8)),
+    "huber_loss": lambda x: F.huber_loss(x, torch.zeros(4, 8)),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, torch.zeros(4, 8)),
+    "bce": lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones(4, 8)),
+    "bce_each": lambda x: F.binary_cross_entropy(
+        x.sigmoid(), torch.ones(4, 8), reduction="none"
+    ),
+    "bce_logits": lambda x: F.binary_cross_entropy_with_logits(
+        x, torch.ones(4, 8)
+    ),
+    "cross_entropy": lambda x: F.cross_entropy(
+        x, torch.tensor([1, 2, 3, 0]), reduction="none"
+    ),
+    "argmax": lambda x: x.argmax(-1),
+    "sort": lambda x: x.sort(-1).values,
+    "topk": lambda x: x.topk(3).values,
+    "flip": lambda x: x.flip(-1),
+    "roll": lambda x: x.roll(1, -1),
+    "pad": lambda x: F.pad(x, (1, 2)),
+    "gather": lambda x: x.gather(1, torch.tensor([[0, 7, 3]] * 4)),
+    "index_select": lambda x: x.index_select(1, torch.tensor([0, 5, 2])),
+    "slice": lambda x: x[:, 1:5],
+    "softmax": lambda x: x.softmax(-1),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "var": lambda x: x.var(-1),
+    "amax": lambda x: x.amax(-1),
+    "prod": lambda x: x.prod(-1),
+    "norm": torch.linalg.norm,
+    "layer_norm": lambda x: F.layer_norm(x, (8,)),
+    "repeat": lambda x: x.repeat_interleave(3, 1),
+    "tile": lambda x: x.tile(1, 3),
+}
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_operations_along_a_split_dim(name, mesh):
+    check(LAST[name], [randn(4, 8)], [(None, M)], mesh)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.max_pool2d(x, 2),
+        lambda x: F.avg_pool2d(x, 2),
+        lambda x: F.unfold(x, 3),
+        lambda x: F.group_norm(x, 2),
+        lambda x: F.interpolate(x, scale_factor=2),
+    ],
+)
+def test_operations_on_split_channels(function, mesh):
+    check(function, [randn(*X)], [(None, M, None, None)], mesh)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w, b: F.gelu(x @ w + b),
+        lambda x, w, b: (x @ w) * (x @ w) + b,
+        lambda x, w, b: torch.einsum("ab,bc->ac", x, w) + 1.0,
+    ],
+)
+def test_a_split_sum(function, mesh):
+    check(
+        function,
+        [randn(4, 8), randn(8, 6), randn(6)],
+        [whole(2), (M, None), whole(1)],
+        mesh,
+    )
+
+
+def test_numbers_that_depend_on_values_are_refused(mesh):
+    x = distribution.distribute_tensor(
+        randn(4, 8), distribution.TensorLayout((None, M), mesh)
+    )
+    with pytest.raises(NotImplementedError, match="differ between devices"):
+        F.rrelu(x, training=True)
+
+
+def test_what_layers_need_is_not_computed_whole():
+    names = {name for names in ops.REPLICATED.values() for name in names}
+    for part in ("mm", "convolution", "embedding", "attention"):
+        assert not [name for name in names if part in name.split("_")]

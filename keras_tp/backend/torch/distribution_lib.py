@@ -1,0 +1,228 @@
+"""Distribution on torch: a variable is a `DTensor`, a device is a process.
+
+Every process runs the same program on the same global batch, and DTensor's
+dispatcher inserts the collectives. The functions are those that
+CONTRIBUTING.md lists for every backend.
+"""
+
+import torch
+
+from keras_tp.backend.torch import collectives
+from keras_tp.backend.torch import hooks
+from keras_tp.backend.torch import launcher
+from keras_tp.backend.torch import placement
+from keras_tp.backend.torch import processes
+from keras_tp.backend.torch import values
+
+
+def list_devices(device_type=None):
+    """Returns the names of the devices of all processes: one in each.
+
+    Args:
+        device_type: String, `"cpu"` or `"gpu"`. Defaults to the type of
+            device that Keras puts tensors on.
+    """
+    default = "gpu" if processes.uses_cuda() else "cpu"
+    kind = (device_type or default).lower()
+    kind = "gpu" if kind == "cuda" else kind
+    available = ("cpu", "gpu") if torch.cuda.is_available() else ("cpu",)
+    if kind not in available:
+        raise ValueError(
+            f"torch has no devices of type {device_type!r} here; it has "
+            f"{', '.join(available)}. Received: device_type={device_type!r}"
+        )
+    return [f"{kind}:{index}" for index in range(processes.world_size())]
+
+
+def get_device_count(device_type=None):
+    """Returns the number of devices of all processes."""
+    return len(list_devices(device_type))
+
+
+def initialize(job_addresses, num_processes, process_id):
+    """Joins the other processes through `torch.distributed`.
+
+    Args:
+        job_addresses: String, comma-separated `host:port`; the first one is
+            that of process 0. `None` where torchrun's variables are set.
+        num_processes: Int, number of processes.
+        process_id: Int, index of this process.
+    """
+    if job_addresses is None:
+        processes.start()
+        return
+    first = job_addresses.split(",")[0]
+    processes.start(f"tcp://{first}", num_processes, process_id)
+
+
+def num_processes():
+    """Returns 1: every process is fed the same global batch."""
+    return 1
+
+
+def process_id():
+    """Returns 0: every process is fed the same global batch."""
+    return 0
+
+
+def activate():
+    """Joins the other processes and agrees with them on one seed.
+
+    A collective. Called before the hooks are installed.
+    """
+    processes.start()
+    processes.agree_on_seed()
+
+
+def hook_table():
+    """Returns the rows of torch's hook table."""
+    return hooks.TABLE
+
+
+def distribute_tensor(tensor, layout):
+    """Changes the layout of a tensor.
+
+    Args:
+        tensor: Plain tensor, equal in all processes, or DTensor.
+        layout: `TensorLayout`, or a `Placement`.
+    """
+    placed = placement.as_placement(layout)
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
+        return tensor
+    if placed.mesh is None:
+        return placement.to_full(tensor)
+    if not isinstance(tensor, placement.DTensor):
+        tensor = placement.replicate(tensor, placed.mesh)
+    if tensor.placements == placed.placements:
+        return tensor
+    return tensor.redistribute(placed.mesh, placed.placements)
+
+
+def distribute_data_input(per_process_batch, layout, batch_dim_name):
+    """Returns this process's part of a batch as a DTensor.
+
+    Args:
+        per_process_batch: Array or tensor, the global batch, the same in
+            every process.
+        layout: `TensorLayout`, or a `Placement`. A batch that it cannot split
+            evenly is left whole.
+        batch_dim_name: String, mesh axis that splits the batch.
+    """
+    if per_process_batch is None:
+        return None
+    return values.split_batch(per_process_batch, placement.as_placement(layout))
+
+
+def relayout_variable(variable, layout):
+    """Moves a variable to another layout; its value stays the same.
+
+    A collective where the variable is split.
+
+    Args:
+        variable: A Keras variable. Its old value is freed.
+        layout: `TensorLayout`, or `None` for a plain tensor in each process.
+    """
+    old = variable._value
+    before, variable._layout = variable._layout, layout
+    try:
+        if layout is None:
+            values.set_value(variable, placement.to_full(old.detach()))
+        else:
+            values.lay_out(variable, old)
+    except BaseException:
+        variable._layout = before
+        raise
+    # A layer of torch may hold the old parameter until it looks again: what
+    # it held is freed now, or moving a model would double its memory.
+    if isinstance(old, placement.DTensor):
+        old._local_tensor = old._local_tensor.new_empty(0)
+    else:
+        old.data = old.data.new_empty(0)
+
+
+def variable_bytes_by_device(variable):
+    """Returns a dict of device name to the bytes that it holds of a variable.
+
+    A collective: read from the live tensor of every process.
+    """
+    value = variable._value
+    local = value.to_local() if isinstance(value, placement.DTensor) else value
+    held = local.untyped_storage().nbytes()
+    layout = variable._layout
+    if layout is None:
+        return {f"{_kind(local)}:{processes.index()}": held}
+    devices = [str(d) for d in layout.device_mesh.devices.flatten()]
+    if len(devices) == 1:
+        return {devices[0]: held}
+    by_process = processes.gather_by_process(held)
+    return {
+        name: by_process[int(name.split(":")[-1])] for name in sorted(devices)
+    }
+
+
+def variable_axes(variable):
+    """Returns what splits each dim of a variable, read from the live tensor.
+
+    Returns:
+        Tuple with `None`, a mesh axis or a tuple of mesh axes for each dim;
+        `None` if the variable is a plain tensor without a layout.
+    """
+    if variable._layout is None:
+        return None
+    return placement.axes_of(variable._value, variable._layout)
+
+
+def count_collectives(model, x, y=None):
+    """Counts the collectives that one step of a model enters.
+
+    A collective. The step is run; all state is then as before.
+
+    Args:
+        model: A Keras model whose distribution is the current one.
+        x: Inputs of one batch.
+        y: Targets of the batch. Defaults to `None`: the forward pass.
+
+    Returns:
+        Dict of the collective's name to `(count, bytes)`.
+    """
+    return collectives.count_step(model, x, y)
+
+
+def launch(device_count, argv):
+    """Runs a script in as many processes of this machine as devices.
+
+    Args:
+        device_count: Int, number of processes.
+        argv: List of strings: the script and its arguments.
+    """
+    launcher.launch(device_count, argv)
+
+
+def _kind(tensor):
+    return "gpu" if tensor.device.type == "cuda" else tensor.device.type
+
+
+def _to_backend_device(device_name):
+    kind, _, number = str(device_name).lower().partition(":")
+    index = int(number or 0)
+    world = processes.world_size()
+    if index >= world:
+        raise ValueError(
+            f"Device {device_name!r} belongs to process {index}, and this run "
+            f"has {world} process(es). {processes.how_to_launch(index + 1)} "
+            f"Received: device_name={device_name!r}"
+        )
+    return torch.device("cuda" if kind in ("gpu", "cuda") else kind)
+
+
+def _to_backend_mesh(device_mesh):
+    return placement.to_torch_mesh(device_mesh)
+
+
+def _to_backend_layout(tensor_layout):
+    if tensor_layout.device_mesh is None:
+        raise ValueError(
+            "A layout needs a mesh before it can place a tensor. Received: "
+            f"{tensor_layout}"
+        )
+    return placement.to_placement(tensor_layout)

@@ -1,0 +1,102 @@
+import keras
+import pytest
+
+if keras.config.backend() != "torch":
+    pytest.skip("the torch backend", allow_module_level=True)
+
+import numpy as np
+import torch
+
+import keras_tp
+from keras_tp import distribution
+from keras_tp.backend.torch import distribution_lib
+from keras_tp.backend.torch import ops
+from keras_tp.backend.torch import placement
+from keras_tp.backend.torch import processes
+
+
+@pytest.fixture(autouse=True)
+def reset():
+    yield
+    distribution.set_distribution(None)
+    keras_tp.uninstall()
+    keras.utils.clear_session()
+
+
+def test_one_device_without_a_launcher():
+    assert distribution_lib.list_devices() == ["cpu:0"]
+    assert distribution_lib.list_devices("CPU") == ["cpu:0"]
+    assert distribution_lib.get_device_count() == 1
+    assert distribution_lib.num_processes() == 1
+    assert distribution_lib.process_id() == 0
+
+
+@pytest.mark.parametrize("kind", ["tpu", "quantum"])
+def test_a_device_type_that_is_not_there(kind):
+    with pytest.raises(ValueError, match=f"device_type='{kind}'"):
+        distribution_lib.list_devices(kind)
+
+
+def test_a_device_of_another_process_needs_a_launcher():
+    with pytest.raises(ValueError, match="keras_tp.launch --devices 3"):
+        distribution_lib._to_backend_device("cpu:2")
+    assert distribution_lib._to_backend_device("cpu:0") == torch.device("cpu")
+
+
+def test_a_mesh_larger_than_the_run_needs_a_launcher():
+    with pytest.raises(ValueError, match="keras_tp.launch --devices 2"):
+        distribution.DeviceMesh((1, 2), ["batch", "model"])
+    mesh = keras.distribution.DeviceMesh((2,), ["model"], ["cpu:0", "cpu:1"])
+    with pytest.raises(ValueError, match="torchrun --nproc-per-node 2"):
+        placement.to_torch_mesh(mesh)
+
+
+def test_one_device_is_plain_torch():
+    mesh = distribution.DeviceMesh((1, 1), ["batch", "model"])
+    layout = distribution.TensorLayout((None, "model"), mesh)
+    assert distribution_lib._to_backend_layout(layout).mesh is None
+    x = torch.ones(2, 3)
+    assert distribution_lib.distribute_tensor(x, layout) is x
+    variable = keras.Variable(np.ones((2, 3), "float32"))
+    assert distribution_lib.variable_axes(variable) is None
+    distribution_lib.relayout_variable(variable, layout)
+    assert distribution_lib.variable_axes(variable) == (None, "model")
+    assert distribution_lib.variable_bytes_by_device(variable) == {"cpu:0": 24}
+    distribution_lib.relayout_variable(variable, None)
+    assert distribution_lib.variable_axes(variable) is None
+    np.testing.assert_array_equal(variable.numpy(), np.ones((2, 3)))
+
+
+def test_installing_is_undone():
+    table = distribution_lib.hook_table()
+    before = [getattr(hook.resolve(), hook.attribute) for hook in table]
+    keras_tp.install()
+    for hook, original in zip(table, before):
+        assert getattr(hook.resolve(), hook.attribute) is not original, hook
+    keras_tp.uninstall()
+    for hook, original in zip(table, before):
+        now = getattr(hook.resolve(), hook.attribute)
+        assert now is original or now == original, hook
+    assert not ops.dtensor_state.implicit_replication
+
+
+def test_every_hook_says_why_and_appears_once():
+    names = [(h.owner, h.attribute) for h in distribution_lib.hook_table()]
+    assert len(set(names)) == len(names)
+    assert all(hook.why for hook in distribution_lib.hook_table())
+
+
+def test_operations_of_the_handlers_exist():
+    for name in ops.handler_table():
+        assert str(ops._operation(name)) == name
+
+
+def test_agreeing_alone_changes_nothing():
+    processes.start()
+    torch.manual_seed(3)
+    before = processes.rng_bytes()
+    processes.agree_on_seed()
+    processes.meet("a test")
+    processes.same_everywhere("things", [1, 2], "")
+    assert processes.rng_bytes() == before
+    assert processes.gather_by_process("x") == ["x"]

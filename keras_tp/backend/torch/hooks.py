@@ -1,0 +1,397 @@
+"""What keras_tp replaces in Keras on torch, and in DTensor."""
+
+import functools
+
+import numpy as np
+import torch
+from keras.src import initializers
+from keras.src import tree
+from keras.src.backend.torch import core
+from keras.src.distribution.distribution_lib import distribution
+from torch.distributed.tensor import DTensor
+
+from keras_tp.backend.hooks import Hook
+from keras_tp.backend.torch import ops
+from keras_tp.backend.torch import ops_nn
+from keras_tp.backend.torch import placement
+from keras_tp.backend.torch import processes
+from keras_tp.backend.torch import saving
+from keras_tp.backend.torch import values
+
+_SAME_DATA = (
+    "torch feeds every process the same global batch: give all of them the "
+    "same data in the same order, and the same seed."
+)
+_SAME_RANDOMNESS = (
+    "Call `keras.utils.set_random_seed` with the same seed in every process, "
+    "and draw random numbers in all processes or in none."
+)
+
+
+def _constant_of(initializer):
+    """Returns the number that an initializer fills with, or `None`."""
+    kind = type(initializer)
+    if kind is initializers.Zeros:
+        return 0
+    if kind is initializers.Ones:
+        return 1
+    if kind is initializers.Constant and np.ndim(initializer.value) == 0:
+        return initializer.value
+    return None
+
+
+def _give_layout(variable):
+    """Returns the `Placement` of a new variable; `None` without one."""
+    current = distribution()
+    if current is None:
+        return None
+    variable._layout = current.get_variable_layout(variable)
+    return placement.as_placement(variable._layout)
+
+
+def _hook_initialize(original):
+    @functools.wraps(original)
+    def _initialize(self, value):
+        if distribution() is None:
+            return original(self, value)
+        if isinstance(value, torch.nn.Parameter):
+            raise NotImplementedError(
+                "A parameter of a torch module cannot be distributed: "
+                f"variable {self.path!r} would have to share it. Build the "
+                "model before you set a distribution and call "
+                "`keras_tp.distribution.distribute_model`, or write the "
+                f"module as Keras layers. Received: {type(value)} of shape "
+                f"{tuple(value.shape)}"
+            )
+        value = core.convert_to_tensor(value, dtype=self._dtype)
+        self._shape = self._validate_shape(value.shape)
+        _give_layout(self)
+        values.lay_out(self, value)
+
+    return _initialize
+
+
+def _hook_initialize_with_initializer(original):
+    """Slots and other constants are made as shards, all else is sliced."""
+
+    @functools.wraps(original)
+    def _initialize_with_initializer(self, initializer):
+        placed = _give_layout(self)
+        fill = None if placed is None else _constant_of(initializer)
+        if fill is None or values.stays_plain(self, placed):
+            return original(self, initializer)
+        dtype = core.to_torch_dtype(self._dtype)
+        values.set_value(
+            self, placement.filled(self._shape, fill, dtype, placed)
+        )
+
+    return _initialize_with_initializer
+
+
+def _hook_direct_assign(original):
+    @functools.wraps(original)
+    def _direct_assign(self, value):
+        if not isinstance(self._value, DTensor):
+            value = placement.to_full(value)
+        return original(self, value)
+
+    return _direct_assign
+
+
+def _hook_array(original):
+    """Arrays of numpy are whole: `numpy()`, `get_weights` and saving."""
+
+    @functools.wraps(original)
+    def __array__(self, dtype=None, copy=None):
+        if placement.needs_communication(self):
+            processes.meet("Converting a tensor to numpy, as saving does,")
+        return np.array(placement.to_full(self).numpy(), dtype=dtype)
+
+    return __array__
+
+
+def _hook_numpy(original):
+    @functools.wraps(original)
+    def numpy(self, *args, **kwargs):
+        if isinstance(self, DTensor):
+            if placement.needs_communication(self):
+                processes.meet("`numpy()`")
+            self = placement.to_full(self)
+        return original(self, *args, **kwargs)
+
+    return numpy
+
+
+def _hook_operation_call(original):
+    @functools.wraps(original)
+    def __call__(self, *args, **kwargs):
+        outputs = original(self, *args, **kwargs)
+        if isinstance(outputs, DTensor):
+            return placement.settle(outputs)
+        if isinstance(outputs, (list, tuple, dict)):
+            if any(isinstance(o, DTensor) for o in tree.flatten(outputs)):
+                return tree.map_structure(
+                    lambda o: (
+                        placement.settle(o) if isinstance(o, DTensor) else o
+                    ),
+                    outputs,
+                )
+        return outputs
+
+    return __call__
+
+
+def _hook_contraction(original):
+    """Sums are added up before something is made of each part of them."""
+
+    @functools.wraps(original)
+    def contraction(*args, **kwargs):
+        return placement.settled(original(*args, **kwargs))
+
+    return contraction
+
+
+def _hook_make_function(attribute):
+    """The step function gets split batches and gives back plain tensors."""
+
+    def replace(original):
+        @functools.wraps(original)
+        def make_function(self, force=False):
+            made = getattr(self, attribute)
+            result = original(self, force)
+            step = getattr(self, attribute)
+            if distribution() is None or step is made:
+                return result
+
+            @functools.wraps(step)
+            def distributed_step(data):
+                data = values.distribute_batch(data)
+                if self.jit_compile:
+                    # Symbolic sizes do not go into a DTensor's placements.
+                    with torch._dynamo.config.patch(
+                        automatic_dynamic_shapes=False
+                    ):
+                        outputs = step(data)
+                else:
+                    outputs = step(data)
+                return tree.map_structure(placement.to_full, outputs)
+
+            setattr(self, attribute, distributed_step)
+            return result
+
+        return make_function
+
+    return replace
+
+
+def _hook_get_iterator(original):
+    """Each epoch's first batch is compared between the processes."""
+
+    @functools.wraps(original)
+    def _get_iterator(self):
+        iterator = original(self)
+        if distribution() is None or processes.world_size() == 1:
+            return iterator
+        return _CheckedBatches(iterator)
+
+    return _get_iterator
+
+
+class _CheckedBatches:
+    """Iterates over batches; an error if processes begin with different ones.
+
+    Args:
+        batches: Iterable of batches.
+    """
+
+    def __init__(self, batches):
+        self._batches = batches
+
+    def __iter__(self):
+        processes.same_everywhere(
+            "random states", processes.rng_bytes(), _SAME_RANDOMNESS
+        )
+        # Made now, as it would be without us: a DataLoader draws a seed.
+        return self._checked(iter(self._batches))
+
+    def _checked(self, iterator):
+        for index, batch in enumerate(iterator):
+            if index == 0:
+                arrays = [
+                    np.asarray(leaf).tobytes()
+                    for leaf in tree.flatten(batch)
+                    if leaf is not None
+                ]
+                processes.same_everywhere("batches", arrays, _SAME_DATA)
+            yield batch
+
+
+def _hook_print_msg(original):
+    @functools.wraps(original)
+    def print_msg(*args, **kwargs):
+        if processes.is_first():
+            return original(*args, **kwargs)
+
+    return print_msg
+
+
+def _hook_named_parameters(original):
+    """A variable that was moved has a new parameter; its layers learn it."""
+
+    @functools.wraps(original)
+    def named_parameters(self, *args, **kwargs):
+        for module in self.modules():
+            held = module._modules.get("_torch_params")
+            if held is None or not hasattr(module, "variables"):
+                continue
+            if any(
+                held[variable.path] is not variable._value
+                for variable in module.variables
+                if variable.path in held
+            ):
+                module._track_variables()
+        return original(self, *args, **kwargs)
+
+    return named_parameters
+
+
+def _distribution_lib(original):
+    from keras_tp.backend.torch import distribution_lib
+
+    return distribution_lib
+
+
+_VARIABLE = "keras.src.backend.torch.core:Variable"
+_TRAINER = "keras.src.backend.torch.trainer:TorchTrainer"
+_DTENSOR = "torch.distributed.tensor:DTensor"
+_STATE = "keras_tp.backend.torch.ops:dtensor_state"
+
+TABLE = [
+    Hook(
+        "keras.src.distribution.distribution_lib",
+        "distribution_lib",
+        _distribution_lib,
+        "plain keras.distribution has a backend (Keras has None on torch)",
+    ),
+    Hook(
+        "keras.src.backend",
+        "distribution_lib",
+        _distribution_lib,
+        "plain keras.distribution has a backend (Keras has None on torch)",
+    ),
+    Hook(
+        _VARIABLE,
+        "_initialize",
+        _hook_initialize,
+        "a variable is born as its shard",
+    ),
+    Hook(
+        _VARIABLE,
+        "_initialize_with_initializer",
+        _hook_initialize_with_initializer,
+        "slots are made as shards, never whole",
+    ),
+    Hook(
+        _VARIABLE,
+        "_direct_assign",
+        _hook_direct_assign,
+        "a distributed value can be assigned to a plain variable",
+    ),
+    Hook(
+        "keras.src.backend.torch.layer:TorchLayer",
+        "named_parameters",
+        _hook_named_parameters,
+        "zero_grad reaches the variables of a model that was moved",
+    ),
+    Hook(
+        _DTENSOR,
+        "__array__",
+        _hook_array,
+        "numpy sees the whole tensor, or an error that names who is missing",
+    ),
+    Hook(
+        _DTENSOR,
+        "numpy",
+        _hook_numpy,
+        "numpy sees the whole tensor, or an error that names who is missing",
+    ),
+    Hook(
+        "keras.src.ops.operation:Operation",
+        "__call__",
+        _hook_operation_call,
+        "partial sums are added up once, at the borders of layers",
+    ),
+    *(
+        Hook(
+            "torch",
+            name,
+            _hook_contraction,
+            "a split sum is added up once, before a bias or a gate",
+        )
+        for name in ("einsum", "matmul", "tensordot")
+    ),
+    *(
+        Hook(
+            _TRAINER,
+            f"make_{name}_function",
+            _hook_make_function(f"{name}_function"),
+            f"the batches of a {name} step are split",
+        )
+        for name in ("train", "test", "predict")
+    ),
+    Hook(
+        "keras.src.backend.torch.trainer:TorchEpochIterator",
+        "_get_iterator",
+        _hook_get_iterator,
+        "processes with different data stop with an error",
+    ),
+    Hook(
+        "keras.src.utils.io_utils",
+        "print_msg",
+        _hook_print_msg,
+        "one process prints progress",
+    ),
+    *(
+        Hook(
+            owner,
+            name,
+            saving.save_once,
+            "all processes gather and one writes",
+        )
+        for owner, name in (
+            ("keras.src.saving.saving_lib", "save_model"),
+            ("keras.src.saving.saving_lib", "save_weights_only"),
+            (
+                "keras.src.legacy.saving.legacy_h5_format",
+                "save_model_to_hdf5",
+            ),
+        )
+    ),
+    Hook(
+        "keras.src.saving.saving_lib:H5IOStore",
+        "__setitem__",
+        saving.store_once,
+        "processes that do not write keep no copy of the model",
+    ),
+    Hook(
+        "torch.nn.functional",
+        "embedding",
+        ops_nn.embedding,
+        "the gradient of a split table is split",
+    ),
+    *(
+        Hook(
+            _STATE,
+            name,
+            lambda original, handler=handler: handler,
+            "it is split, or drawn, as one process does",
+        )
+        for name, handler in ops.handler_table().items()
+    ),
+    Hook(
+        _STATE,
+        "implicit_replication",
+        lambda original: True,
+        "plain tensors, equal in all processes, meet distributed ones",
+    ),
+]

@@ -1,0 +1,16 @@
+"""Runs a script in several processes through torchrun's launcher."""
+
+from torch.distributed import run
+
+
+def launch(device_count, argv):
+    """Runs a script in one process per device, on this machine.
+
+    If a process fails, torchrun ends the others, reports the first failure
+    and this process exits with an error.
+
+    Args:
+        device_count: Int, number of processes.
+        argv: List of strings: the script and its arguments.
+    """
+    run.main(["--standalone", "--nproc-per-node", str(device_count), *argv])

@@ -1,0 +1,291 @@
+"""Operations that DTensor does not split, or does not split as one process.
+
+`HANDLERS` take the place of DTensor's own way for an ATen operation, which is
+below the gradient: forward and backward have a handler each. `embedding` is a
+function of `torch.nn.functional`, because its gradient has to know how the
+table is split. `REPLICATED` is the list of what every process computes whole.
+"""
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Shard
+from torch.utils import _pytree as pytree
+
+from keras_tp.backend.torch import ops_nn
+from keras_tp.backend.torch import ops_random
+from keras_tp.backend.torch import parts
+from keras_tp.backend.torch import placement
+
+aten = torch.ops.aten
+
+# Computed whole on every process, and why.
+REPLICATED = {
+    "data-dependent shape": (
+        "bincount.default",
+        "masked_select.default",
+        "nonzero.default",
+        "_unique2.default",
+        "unique_consecutive.default",
+        "unique_dim.default",
+    ),
+    "windows cross the borders of shards": (
+        "col2im.default",
+        "im2col.default",
+        "unfold.default",
+        "unfold_backward.default",
+    ),
+    "DTensor has no strategy for it, or none for its gradient": (
+        "_adaptive_avg_pool2d.default",
+        "_adaptive_avg_pool2d_backward.default",
+        "_cdist_backward.default",
+        "_cdist_forward.default",
+        "_prelu_kernel.default",
+        "_prelu_kernel_backward.default",
+        "adaptive_max_pool2d.default",
+        "adaptive_max_pool2d_backward.default",
+        "avg_pool2d.default",
+        "avg_pool2d_backward.default",
+        "avg_pool3d.default",
+        "avg_pool3d_backward.default",
+        "masked_scatter.default",
+        "max_pool3d_with_indices.default",
+        "max_pool3d_with_indices_backward.default",
+        "native_group_norm.default",
+        "native_group_norm_backward.default",
+        "reflection_pad1d.default",
+        "reflection_pad1d_backward.default",
+        "reflection_pad2d.default",
+        "reflection_pad2d_backward.default",
+        "renorm.default",
+        "replication_pad1d.default",
+        "replication_pad1d_backward.default",
+        "replication_pad2d.default",
+        "replication_pad2d_backward.default",
+    ),
+    "DTensor's result is a sum of truth values": (
+        "all.default",
+        "all.dim",
+        "all.dims",
+        "any.default",
+        "any.dim",
+        "any.dims",
+    ),
+    "needs all of a sorted sequence": (
+        "bucketize.Tensor",
+        "searchsorted.Tensor",
+    ),
+    "one draw for all processes": (
+        "binomial.default",
+        "multinomial.default",
+        "normal.Tensor_Tensor",
+        "normal.Tensor_float",
+        "normal.float_Tensor",
+        "poisson.default",
+        "_sample_dirichlet.default",
+        "_standard_gamma.default",
+    ),
+}
+
+
+class DTensorState:
+    """DTensor's global state as attributes, so that hooks can name it.
+
+    `aten.<operation>.<overload>` is the handler of an operation (`None`: the
+    operation goes DTensor's own way), and `implicit_replication` whether plain
+    tensors may meet DTensors. The latter is a setting of each thread.
+    """
+
+    @property
+    def __dict__(self):
+        found = {str(op): f for op, f in self._handlers().items()}
+        found["implicit_replication"] = (
+            DTensor._op_dispatcher._allow_implicit_replication
+        )
+        return found
+
+    def __getattr__(self, name):
+        return self.__dict__.get(name)
+
+    def __setattr__(self, name, value):
+        if name == "implicit_replication":
+            DTensor._op_dispatcher._allow_implicit_replication = value
+        else:
+            self._handlers()[_operation(name)] = value
+
+    def __delattr__(self, name):
+        del self._handlers()[_operation(name)]
+
+    def _handlers(self):
+        return DTensor._op_dispatcher._custom_op_handlers
+
+
+dtensor_state = DTensorState()
+
+
+def handler_table():
+    """Returns a dict of an ATen operation's name to what runs it."""
+    handlers = {str(op): handler for op, handler in _HANDLERS.items()}
+    for names in REPLICATED.values():
+        for name in names:
+            handlers[f"aten.{name}"] = replicated
+    return handlers
+
+
+def _operation(name):
+    _, packet, overload = name.split(".")
+    return getattr(getattr(aten, packet), overload)
+
+
+def replicated(op, args, kwargs):
+    """Runs an operation whole on every process.
+
+    Args:
+        op: ATen operation that writes to none of its arguments.
+        args: Tuple of its arguments, DTensors among them.
+        kwargs: Dict of its keyword arguments.
+
+    Returns:
+        What the operation returns, with replicated DTensors.
+    """
+    mesh = parts.mesh_of(args, kwargs)
+    args, kwargs = pytree.tree_map_only(
+        DTensor, placement.to_full, (args, kwargs)
+    )
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda result: placement.replicate(result, mesh),
+        op(*args, **kwargs),
+    )
+
+
+def along_dim(op, args, kwargs):
+    """Runs an operation that needs one dim whole, and only that one.
+
+    DTensor's own cumulative sums begin anew in each shard.
+    """
+    x, *rest = args
+    dim = (rest[0] if rest else kwargs.get("dim", 0)) % max(x.ndim, 1)
+    mesh = x.device_mesh
+    placements = [
+        placed if placed.is_shard() and placed.dim != dim else Replicate()
+        for placed in x.placements
+    ]
+    results = op(parts.local_part(x, mesh, placements), *rest, **kwargs)
+    if op is aten.unbind.int:
+        # The dims behind it move up.
+        placements = [
+            Shard(placed.dim - 1)
+            if placed.is_shard() and placed.dim > dim
+            else placed
+            for placed in placements
+        ]
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda result: parts.wrap_parts(result, mesh, placements),
+        results,
+    )
+
+
+def loss(op, args, kwargs):
+    """Runs a loss, or its gradient, that torch has as one operation.
+
+    Where it reduces, it is computed whole: DTensor takes the mean over the
+    part of one device.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, args)), **kwargs}
+    tensors = [t for t in (*args, *kwargs.values()) if torch.is_tensor(t)]
+    shape = max((t.shape for t in tensors), key=len)
+    alike = all(t.shape == shape for t in tensors)
+    # 0 stands for "none".
+    if given.get("reduction", 1) != 0 or not alike:
+        return replicated(op, args, kwargs)
+    mesh = parts.mesh_of(args, kwargs)
+    first = next(t for t in tensors if isinstance(t, DTensor))
+    placements = [p if p.is_shard() else Replicate() for p in first.placements]
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor,
+        lambda t: parts.local_part(t, mesh, placements),
+        (args, kwargs),
+    )
+    return parts.wrap_parts(op(*args, **kwargs), mesh, placements)
+
+
+def index(op, args, kwargs):
+    """Runs `x[indices]`; a boolean mask makes a shape nobody knows before."""
+    if any(
+        torch.is_tensor(i) and i.dtype in (torch.bool, torch.uint8)
+        for i in args[1]
+    ):
+        return replicated(op, args, kwargs)
+    return _own_way(op, args, kwargs)
+
+
+def _own_way(op, args, kwargs):
+    """Runs an operation as DTensor does without a handler."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = handler
+
+
+def refused(op, args, kwargs):
+    """Raises, where the numbers would depend on the number of devices."""
+    raise NotImplementedError(
+        f"{op} draws as many numbers as its values ask for, which differ "
+        "between devices. Apply it to a tensor that is not distributed, or "
+        "write it with `keras.random`."
+    )
+
+
+_HANDLERS = {
+    aten.convolution.default: ops_nn.convolution,
+    aten.convolution_backward.default: ops_nn.convolution_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (
+        ops_nn.cpu_attention
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+        ops_nn.cpu_attention_backward
+    ),
+    aten.bernoulli_.float: ops_random.random_in_place,
+    aten.bernoulli_.Tensor: ops_random.random_in_place,
+    aten.normal_.default: ops_random.random_in_place,
+    aten.uniform_.default: ops_random.random_in_place,
+    aten.exponential_.default: ops_random.random_in_place,
+    aten.random_.default: ops_random.random_in_place,
+    aten.random_.to: ops_random.random_in_place,
+    getattr(aten.random_, "from"): ops_random.random_in_place,
+    aten.bernoulli.default: ops_random.random_like,
+    aten.bernoulli.p: ops_random.random_like,
+    aten.rand_like.default: ops_random.random_like,
+    aten.randn_like.default: ops_random.random_like,
+    aten.randint_like.default: ops_random.random_like,
+    aten.randint_like.low_dtype: ops_random.random_like,
+    aten.native_dropout.default: ops_random.native_dropout,
+    aten.cauchy_.default: ops_random.random_in_place,
+    aten.geometric_.default: ops_random.random_in_place,
+    aten.log_normal_.default: ops_random.random_in_place,
+    aten.rrelu_with_noise.default: refused,
+    aten.rrelu_with_noise_.default: refused,
+    aten.binary_cross_entropy.default: loss,
+    aten.binary_cross_entropy_backward.default: loss,
+    aten.binary_cross_entropy_with_logits.default: loss,
+    aten.huber_loss.default: loss,
+    aten.huber_loss_backward.default: loss,
+    aten.index.Tensor: index,
+    aten.mse_loss.default: loss,
+    aten.mse_loss_backward.default: loss,
+    aten.smooth_l1_loss.default: loss,
+    aten.smooth_l1_loss_backward.default: loss,
+    aten.soft_margin_loss.default: loss,
+    aten.soft_margin_loss_backward.default: loss,
+    aten.cummax.default: along_dim,
+    aten.cummin.default: along_dim,
+    aten.cumprod.default: along_dim,
+    aten.cumsum.default: along_dim,
+    aten.logcumsumexp.default: along_dim,
+    aten.unbind.int: along_dim,
+}

@@ -1,0 +1,61 @@
+"""This process's parts of tensors, below the gradient."""
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._utils import compute_global_tensor_info
+from torch.distributed.tensor._utils import (
+    compute_local_shape_and_global_offset,
+)
+from torch.utils import _pytree as pytree
+
+
+def mesh_of(args, kwargs):
+    """Returns the mesh of the first DTensor among the arguments."""
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, DTensor):
+            return leaf.device_mesh
+    raise TypeError(f"No DTensor among the arguments. Received: args={args}")
+
+
+def placements_of(tensor, mesh):
+    """Returns the placements of a tensor; a plain one is replicated."""
+    if isinstance(tensor, DTensor):
+        return tensor.placements
+    return (Replicate(),) * mesh.ndim
+
+
+def local_part(tensor, mesh, placements):
+    """Returns this process's part of a tensor, moved to the placements."""
+    if isinstance(tensor, DTensor):
+        if tuple(tensor.placements) != tuple(placements):
+            tensor = tensor.redistribute(placements=placements)
+        return tensor._local_tensor
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, mesh, placements
+    )
+    for dim, (size, start) in enumerate(zip(shape, offset)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, min(start, tensor.shape[dim]), size)
+    return tensor
+
+
+def wrap_parts(local, mesh, placements):
+    """Returns a DTensor of evenly split parts, below the gradient."""
+    if any(placed.is_partial() for placed in placements):
+        # What comes out of an all-reduce is contiguous, and so has to be what
+        # is noted about its strides.
+        local = local.contiguous()
+    shape, stride = compute_global_tensor_info(local, mesh, placements)
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def settled_parts(local, mesh, placements):
+    """Returns the DTensor of a result whose partial sums are added up."""
+    result = wrap_parts(local, mesh, placements)
+    whole = [Replicate() if p.is_partial() else p for p in placements]
+    return result.redistribute(placements=whole)

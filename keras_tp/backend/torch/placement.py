@@ -1,0 +1,246 @@
+"""How tensors lie on a mesh: Keras's layouts as placements of DTensor.
+
+Mesh axes of size 1 split nothing and are left out of the torch mesh; on a mesh
+of one device everything is a plain tensor.
+"""
+
+import collections
+import math
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._utils import (
+    compute_local_shape_and_global_offset,
+)
+
+from keras_tp.backend.torch import processes
+
+# A `DeviceMesh` of torch makes process groups: one for each distinct mesh.
+_meshes = {}
+
+
+class Placement(collections.namedtuple("Placement", ["mesh", "placements"])):
+    """What a layout is to torch.
+
+    Args:
+        mesh: `torch.distributed.device_mesh.DeviceMesh`; `None` for one
+            device, where tensors are plain.
+        placements: Tuple with a placement of DTensor for each mesh dim.
+    """
+
+    @property
+    def is_split(self):
+        """Whether a dim of the tensor is split."""
+        return any(p.is_shard() for p in self.placements)
+
+
+def to_torch_mesh(device_mesh):
+    """Returns the torch mesh for a mesh of Keras; `None` for one device.
+
+    A collective the first time: every process calls it, in the same order.
+
+    Raises:
+        ValueError: unless the mesh holds the device of every process.
+    """
+    devices = [str(device) for device in device_mesh.devices.flatten()]
+    if len(devices) == 1:
+        return None
+    indices = [int(name.split(":")[-1]) for name in devices]
+    world = processes.world_size()
+    if len(indices) > world:
+        raise ValueError(
+            f"The mesh has {len(devices)} devices and this run has {world} "
+            "process(es); torch runs one process per device. "
+            f"{processes.how_to_launch(len(devices))} Received: "
+            f"device_mesh={device_mesh}"
+        )
+    if sorted(indices) != list(range(world)):
+        raise ValueError(
+            "torch runs one process per device, and every process takes part "
+            f"in every step, so a mesh of several devices has to hold all "
+            f"{world} of them (a mesh of one device keeps a copy in each "
+            f"process). {processes.how_to_launch(len(devices))} Received: "
+            f"devices={devices}"
+        )
+    processes.start()
+    axes = [axis for axis, size in _sizes(device_mesh).items() if size > 1]
+    shape = [size for size in device_mesh.shape if size > 1]
+    kind = "cpu" if devices[0].startswith("cpu") else "cuda"
+    key = (id(dist.group.WORLD), kind, tuple(axes), tuple(shape), str(indices))
+    if key not in _meshes:
+        _meshes[key] = TorchMesh(
+            kind,
+            torch.tensor(indices).reshape(shape),
+            mesh_dim_names=tuple(axes),
+        )
+    return _meshes[key]
+
+
+def to_placement(layout):
+    """Returns the `Placement` of a `TensorLayout`."""
+    mesh = layout.device_mesh.backend_mesh
+    if mesh is None:
+        return Placement(None, ())
+    placements = [Replicate()] * mesh.ndim
+    for dim, axis in enumerate(layout.axes):
+        for name in _names(axis):
+            # A dim over several axes is split in the order of the mesh.
+            if name in mesh.mesh_dim_names:
+                placements[mesh.mesh_dim_names.index(name)] = Shard(dim)
+    return Placement(mesh, tuple(placements))
+
+
+def as_placement(layout):
+    """Returns the `Placement` of a `TensorLayout` or of a `Placement`."""
+    if isinstance(layout, Placement):
+        return layout
+    return layout.backend_layout
+
+
+def axes_of(tensor, layout):
+    """Returns what splits each dim of a tensor, read from the tensor.
+
+    Args:
+        tensor: DTensor, or a plain tensor, which nothing splits.
+        layout: `TensorLayout` that it was given: an axis of size 1 splits
+            nothing, and is reported where the layout has it.
+    """
+    sizes = _sizes(layout.device_mesh)
+    names = [
+        [name for name in _names(axis) if sizes[name] == 1]
+        for axis in layout.axes
+    ]
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for axis, placement in zip(mesh.mesh_dim_names, tensor.placements):
+            if placement.is_shard():
+                names[placement.dim].append(axis)
+    order = list(sizes)
+    axes = []
+    for found in names:
+        found.sort(key=order.index)
+        axes.append(tuple(found) if len(found) > 1 else (found or [None])[0])
+    return tuple(axes)
+
+
+def from_full(value, placement):
+    """Returns a DTensor whose shard is a copy of a slice of a plain tensor.
+
+    Nothing is communicated: every process holds the same full tensor.
+
+    Args:
+        value: Plain tensor. It can be freed afterwards.
+        placement: `Placement` on a mesh.
+    """
+    mesh, placements = placement
+    shape, offset = compute_local_shape_and_global_offset(
+        value.shape, mesh, placements
+    )
+    local = value
+    for dim, (size, start) in enumerate(zip(shape, offset)):
+        if size != value.shape[dim]:
+            local = local.narrow(dim, min(start, value.shape[dim]), size)
+    if local is not value:
+        # A view would keep the whole tensor alive.
+        local = local.clone(memory_format=torch.contiguous_format)
+    return _wrap(local, mesh, placements, value.shape)
+
+
+def filled(shape, fill, dtype, placement):
+    """Returns a DTensor of one value; only its shard is ever made."""
+    mesh, placements = placement
+    local_shape, _ = compute_local_shape_and_global_offset(
+        torch.Size(shape), mesh, placements
+    )
+    local = torch.full(local_shape, fill, dtype=dtype, device=mesh.device_type)
+    return _wrap(local, mesh, placements, torch.Size(shape))
+
+
+def to_full(tensor):
+    """Returns a DTensor as a plain tensor; another tensor as it is.
+
+    A collective if the tensor is split. The gradient passes.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    replicated = [Replicate()] * tensor.device_mesh.ndim
+    if list(tensor.placements) != replicated:
+        tensor = tensor.redistribute(placements=replicated)
+    return tensor.to_local()
+
+
+def needs_communication(tensor):
+    """Returns whether other processes are needed to see all of a tensor."""
+    return isinstance(tensor, DTensor) and not all(
+        placement.is_replicate() for placement in tensor.placements
+    )
+
+
+def replicate(tensor, mesh):
+    """Returns a plain tensor, equal on all processes, as a DTensor."""
+    return DTensor.from_local(
+        tensor, mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+
+
+def settle(tensor):
+    """Adds up the parts of a layer's output, and later of its gradient.
+
+    These are the conjugate operators f and g of Megatron-LM (Shoeybi et al.
+    2019, section 3): one all-reduce for the output of a row-split layer, one
+    for the gradient of the input of column-split layers. DTensor alone carries
+    parts further, and adds them up more than once.
+
+    Args:
+        tensor: DTensor.
+
+    Returns:
+        A DTensor without `Partial` placements.
+    """
+    tensor = settled(tensor)
+    if tensor.requires_grad and not tensor.is_leaf:
+        tensor.register_hook(settled)
+    return tensor
+
+
+def settled(tensor):
+    """Returns a tensor with its parts, if it has any, added up."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not any(p.is_partial() for p in tensor.placements):
+        return tensor
+    if not tensor.is_contiguous():
+        # What comes out of an all-reduce is contiguous, whatever DTensor
+        # has noted about its strides.
+        tensor = tensor.contiguous()
+    return tensor.redistribute(
+        placements=[
+            Replicate() if p.is_partial() else p for p in tensor.placements
+        ]
+    )
+
+
+def _wrap(local, mesh, placements, shape):
+    stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return DTensor.from_local(
+        local,
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
+
+
+def _sizes(device_mesh):
+    return dict(zip(device_mesh.axis_names, device_mesh.shape))
+
+
+def _names(axis):
+    if axis is None:
+        return ()
+    return (axis,) if isinstance(axis, str) else tuple(axis)

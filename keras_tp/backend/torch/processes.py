@@ -1,0 +1,215 @@
+"""The processes of a run: one per device, joined by torch.distributed.
+
+Two groups exist: torch's default one, whose collectives move tensors, and one
+on gloo for control, on which processes meet before what all of them have to
+enter.
+"""
+
+import datetime
+import hashlib
+import os
+import pickle
+import random
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from keras.src.backend.common import global_state
+from keras.src.backend.torch import core
+from keras.src.utils import rng_utils
+
+# How long a process waits for the others, in seconds. Where one of them did
+# not come, all of them stop with an error after this time.
+TIMEOUT_S = 45
+
+_control = None
+
+
+def world_size():
+    """Returns the number of processes, started or about to be."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def index():
+    """Returns the index of this process."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", 0))
+
+
+def is_first():
+    """Returns whether this process prints and writes files for all."""
+    return index() == 0
+
+
+def uses_cuda():
+    """Returns whether Keras puts tensors on CUDA devices."""
+    return str(core.get_device()).startswith(("cuda", "gpu"))
+
+
+def start(init_method=None, num_processes=None, process_id=None):
+    """Joins the other processes; does nothing if that was done.
+
+    Without arguments, torchrun's environment variables are read. Where there
+    are none, this process is the only one.
+
+    Args:
+        init_method: String, such as `"tcp://host:port"`. Defaults to `None`.
+        num_processes: Int. Defaults to `None`.
+        process_id: Int. Defaults to `None`.
+    """
+    global _control
+    if not dist.is_initialized():
+        options = {"timeout": datetime.timedelta(seconds=TIMEOUT_S)}
+        if uses_cuda():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            options["backend"] = "cpu:gloo,cuda:nccl"
+        else:
+            options["backend"] = "gloo"
+        if init_method is not None:
+            options.update(
+                init_method=init_method,
+                world_size=num_processes,
+                rank=process_id,
+            )
+        elif "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            options.update(store=dist.HashStore(), world_size=1, rank=0)
+        dist.init_process_group(**options)
+    if _control is None or _control[0] is not dist.group.WORLD:
+        group = dist.new_group(
+            backend="gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S)
+        )
+        _control = (dist.group.WORLD, group)
+
+
+def meet(what):
+    """Waits until every process is here.
+
+    Args:
+        what: String that names what all processes have to call.
+
+    Raises:
+        RuntimeError: after `TIMEOUT_S` seconds, or as soon as a process that
+            has not come ends. On process 0 it names those that are missing.
+    """
+    if world_size() == 1 or not dist.is_initialized():
+        return
+    start()
+    try:
+        dist.monitored_barrier(
+            _control[1],
+            timeout=datetime.timedelta(seconds=TIMEOUT_S),
+            wait_all_ranks=True,
+        )
+    except RuntimeError as e:
+        raise RuntimeError(
+            f"{what} gathers tensors that are split over {world_size()} "
+            "processes, so every process has to call it. Process "
+            f"{index()} did, and others did not within {TIMEOUT_S} seconds: "
+            "move the call out of any `if rank == 0:`. Only one process "
+            f"writes the files. Missing, as torch reports it: {e}"
+        ) from e
+
+
+def same_everywhere(what, value, way_out):
+    """Raises on every process unless all of them hold the same value.
+
+    Args:
+        what: String that names the value.
+        value: Bytes or anything that `pickle` takes; a digest is compared.
+        way_out: String, a sentence that says how to make them equal.
+    """
+    if world_size() == 1:
+        return
+    if not isinstance(value, bytes):
+        value = pickle.dumps(value)
+    digest = hashlib.sha256(value).hexdigest()[:16]
+    digests = _gather(digest)
+    if len(set(digests)) > 1:
+        shown = ", ".join(f"{i}: {d}" for i, d in enumerate(digests))
+        raise ValueError(
+            f"The processes of this run hold different {what}, and would "
+            f"train different models. {way_out} Received digests by process: "
+            f"{shown}"
+        )
+
+
+def agree_on_seed():
+    """Has all processes continue with the random state of process 0.
+
+    Initial values, shuffling and dropout masks are then those of one process.
+
+    Raises:
+        ValueError: on every process, if they were given different seeds.
+    """
+    if world_size() == 1:
+        return
+    seeds = _gather(rng_utils.get_random_seed())
+    if len(set(seeds)) > 1:
+        raise ValueError(
+            "The processes of this run were given different seeds, and would "
+            "train different models. Call `keras.utils.set_random_seed` with "
+            "the same seed in every process, or in none. Received seeds by "
+            f"process: {dict(enumerate(seeds))}"
+        )
+    generator = global_state.get_global_attribute("global_seed_generator")
+    counter = None
+    if generator is not None:
+        counter = core.convert_to_numpy(generator.state.value)
+    states = [None]
+    if is_first():
+        states = [
+            (random.getstate(), np.random.get_state(), rng_state(), counter)
+        ]
+    dist.broadcast_object_list(states, src=0, group=_control[1])
+    random.setstate(states[0][0])
+    np.random.set_state(states[0][1])
+    set_rng_state(states[0][2])
+    if generator is not None and states[0][3] is not None:
+        generator.state.assign(states[0][3])
+
+
+def rng_state():
+    """Returns the state of torch's generators that this process uses."""
+    state = {"cpu": torch.get_rng_state()}
+    if uses_cuda():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def rng_bytes():
+    """Returns the state of torch's generator as bytes."""
+    return rng_state()["cpu"].numpy().tobytes()
+
+
+def set_rng_state(state):
+    """Puts back what `rng_state` returned."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def how_to_launch(count):
+    """Returns the sentence that says how to run this script on devices."""
+    script = sys.argv[0] or "script.py"
+    return (
+        f"To run on {count} devices: `python -m keras_tp.launch --devices "
+        f"{count} {script}`, or `torchrun --nproc-per-node {count} {script}`."
+    )
+
+
+def gather_by_process(value):
+    """Returns the list of a small value of every process. A collective."""
+    return _gather(value)
+
+
+def _gather(value):
+    if world_size() == 1:
+        return [value]
+    start()
+    values = [None] * world_size()
+    dist.all_gather_object(values, value, group=_control[1])
+    return values

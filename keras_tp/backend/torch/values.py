@@ -1,0 +1,109 @@
+"""Values of variables and batches as shards."""
+
+import functools
+
+import numpy as np
+import torch
+from keras.src import tree
+from keras.src.backend.common import is_float_dtype
+from keras.src.backend.torch import core
+from keras.src.distribution.distribution_lib import distribution
+from torch.distributed.tensor import DTensor
+
+from keras_tp.backend.torch import placement
+
+
+def lay_out(variable, value):
+    """Gives a variable a value under its layout.
+
+    Args:
+        variable: A Keras variable with a layout.
+        value: Plain tensor or DTensor of the whole variable.
+    """
+    placed = placement.as_placement(variable._layout)
+    if stays_plain(variable, placed):
+        value = placement.to_full(value.detach())
+    elif isinstance(value, DTensor):
+        value = value.detach().redistribute(placed.mesh, placed.placements)
+    else:
+        value = placement.from_full(value.detach(), placed)
+    set_value(variable, value)
+
+
+def set_value(variable, value):
+    """Makes a tensor the value of a variable, as a parameter of torch."""
+    parameter = torch.nn.Parameter(value, requires_grad=variable.trainable)
+    if isinstance(parameter, DTensor) and parameter.requires_grad:
+        # Data parallelism: the one place where a gradient is added up.
+        parameter.register_hook(
+            functools.partial(
+                _redistributed,
+                mesh=parameter.device_mesh,
+                placements=parameter.placements,
+            )
+        )
+    variable._value = parameter
+
+
+def stays_plain(variable, placed):
+    """Returns whether a variable is a plain tensor in every process.
+
+    Counters, random state and the like are: nothing splits them, no gradient
+    reaches them, and Python reads them.
+    """
+    if placed.mesh is None:
+        return True
+    if variable.trainable or placed.is_split:
+        return False
+    return len(variable._shape) == 0 or not is_float_dtype(variable._dtype)
+
+
+def distribute_batch(data):
+    """Returns a batch with each array split as its distribution says.
+
+    Args:
+        data: Structure of arrays, the same in every process. What the batch
+            axis does not split stays as it is.
+    """
+    current = distribution()
+    if getattr(current, "batch_dim_name", None) is None:
+        return data
+    return tree.map_structure(lambda array: batch_input(array, current), data)
+
+
+def batch_input(array, current):
+    """Returns one array of a batch as a tensor under a distribution."""
+    if isinstance(array, DTensor) or not getattr(array, "shape", ()):
+        return array
+    if not isinstance(array, (torch.Tensor, np.ndarray)):
+        return array
+    layout = current.get_data_layout(tuple(array.shape))
+    return split_batch(array, placement.as_placement(layout))
+
+
+def split_batch(array, placed):
+    """Returns this process's part of an array as a DTensor.
+
+    Args:
+        array: Array or plain tensor, the same in every process.
+        placed: `Placement`. An array that it cannot split evenly, such as the
+            last batch of an epoch, is left whole.
+    """
+    if not placed.is_split:
+        return array
+    for dim, placed_on_dim in enumerate(placed.placements):
+        if placed_on_dim.is_shard():
+            size = array.shape[placed_on_dim.dim]
+            if size % placed.mesh.size(dim):
+                return array
+    return placement.from_full(core.convert_to_tensor(array), placed)
+
+
+def _redistributed(gradient, mesh, placements):
+    if not isinstance(gradient, DTensor):
+        return placement.from_full(
+            gradient, placement.Placement(mesh, placements)
+        )
+    if gradient.placements == placements:
+        return gradient
+    return gradient.redistribute(mesh, placements)
