@@ -14,7 +14,11 @@ _installed = []
 
 
 class Hook(
-    collections.namedtuple("Hook", ["owner", "attribute", "replace", "why"])
+    collections.namedtuple(
+        "Hook",
+        ["owner", "attribute", "replace", "why", "adds"],
+        defaults=[False],
+    )
 ):
     """One row of a hook table.
 
@@ -24,6 +28,9 @@ class Hook(
         replace: Callable that is given the original and returns what takes
             its place.
         why: String that ends the sentence "hooked so that ...".
+        adds: Boolean. Whether the attribute may be absent, as where Keras's
+            module for a backend lacks a function that others have; then
+            `replace` is given `None`. Defaults to `False`.
     """
 
     def resolve(self):
@@ -32,7 +39,9 @@ class Hook(
         owner = importlib.import_module(module)
         if name:
             owner = getattr(owner, name, _ABSENT)
-        if not hasattr(owner, self.attribute):
+        if owner is _ABSENT or not (
+            self.adds or hasattr(owner, self.attribute)
+        ):
             raise RuntimeError(
                 f"Keras {keras.__version__} has no {self.owner}."
                 f"{self.attribute}, which keras_tp hooks so that {self.why}. "
@@ -66,7 +75,7 @@ def install(table):
         # An inherited attribute is absent from the owner itself, and has to
         # be absent again afterwards.
         own = vars(owner).get(hook.attribute, _ABSENT)
-        original = getattr(owner, hook.attribute)
+        original = getattr(owner, hook.attribute, None)
         setattr(owner, hook.attribute, hook.replace(original))
         _installed.append((owner, hook.attribute, own))
 
