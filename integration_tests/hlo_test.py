@@ -5,7 +5,6 @@ import re
 import keras
 import numpy as np
 import pytest
-from keras import layers
 
 import keras_tp
 from integration_tests import combinations
