@@ -7,6 +7,16 @@ import pytest
 
 import keras_tp
 
+# The tests of a backend need that backend.
+collect_ignore_glob = [
+    f"backend/{name}/*"
+    for name in ("jax", "tensorflow", "torch")
+    if name != keras.config.backend()
+]
+if keras.config.backend() == "tensorflow":
+    os.environ.setdefault("KERAS_TP_CPU_DEVICES", "8")
+    # Makes them, before TensorFlow does anything else.
+    keras_tp.distribution.list_devices()
 if keras.config.backend() == "jax":
     # Read when JAX makes its devices, which nothing has done yet.
     os.environ.setdefault(

@@ -25,7 +25,8 @@ def make_virtual():
 
 
 def check_virtual():
-    """Raises `ValueError` if devices are asked for that are not there."""
+    """Makes the virtual devices; `ValueError` if it is too late for that."""
+    make_virtual()
     count = _count()
     found = len(tf.config.list_logical_devices("CPU"))
     if count > found:

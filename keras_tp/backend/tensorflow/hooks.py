@@ -61,17 +61,14 @@ TABLE = [
         variables.hook_direct_assign,
         "what is assigned gets the layout of the variable",
     ),
-    Hook(
-        _VARIABLE,
-        "numpy",
-        variables.hook_numpy,
-        "the parts of a variable are put together on the host",
-    ),
-    Hook(
-        _VARIABLE,
-        "__array__",
-        variables.hook_array,
-        "the parts of a variable are put together on the host",
+    *(
+        Hook(
+            _VARIABLE,
+            name,
+            variables.hook_assign_change,
+            "what is added to a variable gets its layout",
+        )
+        for name in ("assign_add", "assign_sub")
     ),
     *(
         Hook(
@@ -105,6 +102,18 @@ TABLE = [
         "variables are made before the first step is traced",
     ),
     Hook(
+        _TRAINER,
+        "get_metrics_result",
+        training.hook_get_metrics_result,
+        "results are computed where the metrics' variables are",
+    ),
+    Hook(
+        _TRAINER,
+        "_resolve_auto_jit_compile",
+        training.hook_resolve_auto_jit_compile,
+        "a step on a mesh is not handed to XLA unasked",
+    ),
+    Hook(
         "keras.src.layers.layer:Layer",
         "__call__",
         training.hook_layer_call,
@@ -130,6 +139,12 @@ TABLE = [
         "apply",
         training.hook_apply,
         "gradients of embeddings are dense, as DTensor needs them",
+    ),
+    Hook(
+        "keras.src.models.model:Model",
+        "export",
+        variables.hook_export,
+        "a SavedModel is that of one device",
     ),
     *ops.TABLE,
 ]

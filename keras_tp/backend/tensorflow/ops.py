@@ -102,6 +102,72 @@ def _positional(names):
     return rule
 
 
+def depthwise_conv2d(
+    original,
+    input,  # noqa: A002
+    filter,  # noqa: A002
+    strides,
+    padding,
+    data_format=None,
+    dilations=None,
+    name=None,
+):
+    """Adds up shifted images: DTensor has no depthwise convolution."""
+    x = tf.convert_to_tensor(input)
+    kernel = tf.convert_to_tensor(filter)
+    if data_format == "NCHW" or not isinstance(padding, str):
+        raise NotImplementedError(
+            "Under a distribution, a depthwise convolution needs channels "
+            "last, and padding 'same' or 'valid'. Received: "
+            f"data_format={data_format!r}, padding={padding!r}"
+        )
+    steps = tuple(strides)[1:3]
+    dilations = tuple(dilations or (1, 1))[-2:]
+    sizes = [
+        (size - 1) * by + 1 for size, by in zip(kernel.shape[:2], dilations)
+    ]
+    if padding.upper() == "SAME":
+        pads = []
+        for size, window, step in zip(x.shape[1:3], sizes, steps):
+            missing = max((-(-size // step) - 1) * step + window - size, 0)
+            pads.append((missing // 2, missing - missing // 2))
+        x = tf.pad(x, [(0, 0), *pads, (0, 0)])
+    ends = [
+        (size - window) // step * step + 1
+        for size, window, step in zip(x.shape[1:3], sizes, steps)
+    ]
+    total = 0
+    for i in range(kernel.shape[0]):
+        for j in range(kernel.shape[1]):
+            top, left = i * dilations[0], j * dilations[1]
+            shifted = x[
+                :,
+                top : top + ends[0] : steps[0],
+                left : left + ends[1] : steps[1],
+            ]
+            total += shifted[..., None] * kernel[i, j]
+    channels = kernel.shape[2] * kernel.shape[3]
+    return tf.reshape(total, [*total.shape[:3], channels])
+
+
+def separable_conv2d(
+    original,
+    input,  # noqa: A002
+    depthwise_filter,
+    pointwise_filter,
+    strides,
+    padding,
+    data_format=None,
+    dilations=None,
+    name=None,
+):
+    """A depthwise convolution and one of size 1."""
+    x = depthwise_conv2d(
+        None, input, depthwise_filter, strides, padding, data_format, dilations
+    )
+    return tf.nn.conv2d(x, pointwise_filter, 1, "VALID")
+
+
 # --- composed of operations that DTensor splits -----------------------------
 
 
@@ -127,6 +193,7 @@ def split(original, value, num_or_size_splits, axis=0, num=None, name=None):
 
 
 def unstack(original, value, num=None, axis=0, name="unstack"):
+    """Slices: DTensor cannot unstack a dim that lies on several devices."""
     value = tf.convert_to_tensor(value)
     size = value.shape[axis]
     if size is None:
@@ -138,19 +205,19 @@ def unstack(original, value, num=None, axis=0, name="unstack"):
 
 
 def reverse(original, tensor, axis, name=None):
+    """Gathers the indices from the last to the first."""
     tensor = tf.convert_to_tensor(tensor)
     axes = tf.get_static_value(tf.convert_to_tensor(axis))
     for dim in axes.reshape([-1]):
         size = tensor.shape[int(dim)]
         if size is None:
             return original(tensor, axis, name)
-        tensor = tf.gather(
-            tensor, tf.range(size - 1, -1, -1), axis=int(dim)
-        )
+        tensor = tf.gather(tensor, tf.range(size - 1, -1, -1), axis=int(dim))
     return tensor
 
 
 def roll(original, input, shift, axis, name=None):  # noqa: A002
+    """Joins the end and the beginning."""
     input = tf.convert_to_tensor(input)  # noqa: A001
     shifts = tf.get_static_value(tf.convert_to_tensor(shift))
     axes = tf.get_static_value(tf.convert_to_tensor(axis))
@@ -172,6 +239,7 @@ def roll(original, input, shift, axis, name=None):  # noqa: A002
 
 
 def band_part(original, input, num_lower, num_upper, name=None):  # noqa: A002
+    """Keeps what a comparison of row and column indices selects."""
     input = tf.convert_to_tensor(input)  # noqa: A001
     rows, columns = input.shape[-2:]
     below = tf.range(rows)[:, None] - tf.range(columns)[None, :]
@@ -185,6 +253,7 @@ def band_part(original, input, num_lower, num_upper, name=None):  # noqa: A002
 
 
 def diag_part(original, input, *args, **kwargs):  # noqa: A002
+    """Sums each row of what is zero off the diagonal."""
     if args or {k: v for k, v in kwargs.items() if k != "name" and v != 0}:
         raise ValueError(
             "Under a distribution, `tf.linalg.diag_part` takes the main "
@@ -199,6 +268,7 @@ def diag_part(original, input, *args, **kwargs):  # noqa: A002
 
 
 def diag(original, diagonal, *args, **kwargs):
+    """Keeps the diagonal of the values spread over columns."""
     if args or {k: v for k, v in kwargs.items() if k != "name" and v != 0}:
         raise ValueError(
             "Under a distribution, `tf.linalg.diag` makes the main diagonal "
@@ -208,6 +278,12 @@ def diag(original, diagonal, *args, **kwargs):
     size = diagonal.shape[-1]
     kept = tf.range(size)[:, None] == tf.range(size)[None, :]
     return tf.where(kept, diagonal[..., None], tf.zeros([], diagonal.dtype))
+
+
+def scatter_nd(original, indices, updates, shape, name=None):
+    """DTensor's expansion makes shapes of int32, whatever the indices are."""
+    indices = tf.cast(indices, tf.int32)
+    return original(indices, updates, tf.cast(shape, tf.int32), name)
 
 
 # --- random numbers ---------------------------------------------------------
@@ -223,6 +299,7 @@ def stateless_uniform(
     name=None,
     alg="auto_select",
 ):
+    """The numbers of one device, whatever the mesh."""
     shape = _static(shape, "a random tensor")
     dtype = tf.as_dtype(dtype)
     if dtype == tf.int32 and maxval is not None:
@@ -244,6 +321,7 @@ def stateless_normal(
     name=None,
     alg="auto_select",
 ):
+    """The numbers of one device, whatever the mesh."""
     dtype = tf.as_dtype(dtype)
     if dtype != tf.float32:
         _refuse_random(f"normal numbers of dtype {dtype.name}")
@@ -261,6 +339,7 @@ def stateless_dropout(
     noise_shape=None,
     name=None,
 ):
+    """Masks of `stateless_uniform`, applied as TensorFlow does."""
     x = tf.convert_to_tensor(x)
     shape = tf.shape(x) if noise_shape is None else noise_shape
     numbers = stateless_uniform(
@@ -314,6 +393,7 @@ _RULES = [
     ("tensorflow", "unstack", unstack, "DTensor cannot unstack a split dim"),
     ("tensorflow", "reverse", reverse, "DTensor has no ReverseV2"),
     ("tensorflow", "roll", roll, "DTensor has no Roll"),
+    ("tensorflow", "scatter_nd", scatter_nd, "DTensor wants int32 indices"),
     ("tensorflow:linalg", "band_part", band_part, "DTensor has none"),
     ("tensorflow:linalg", "diag_part", diag_part, "DTensor has none"),
     ("tensorflow:linalg", "diag", diag, "DTensor has none"),
@@ -331,6 +411,8 @@ _RULES = [
             "depth_to_space": ("input",),
         }.items()
     ),
+    ("tensorflow:nn", "depthwise_conv2d", depthwise_conv2d, "DTensor has none"),
+    ("tensorflow:nn", "separable_conv2d", separable_conv2d, "DTensor has none"),
     (
         "tensorflow.nn.experimental",
         "stateless_dropout",

@@ -276,17 +276,39 @@ def place_batch(batch, mesh, axis):
     )
 
 
-def replicate(value):
-    """Returns an eager DTensor whole on every device."""
+def enter_mesh(value, mesh, axis):
+    """Places a batch; a gradient comes back as a plain tensor.
+
+    Args:
+        value: Array or tensor.
+        mesh: `dtensor.Mesh`.
+        axis: String, mesh axis that splits the first dim, or `None`.
+    """
+    if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
+        return place_batch(value, mesh, axis)
+
+    @tf.custom_gradient
+    def enter(x):
+        return place_batch(x, mesh, axis), to_host
+
+    return value if is_dtensor(value) else enter(value)
+
+
+def leave_mesh(value):
+    """Returns an eager DTensor as a plain tensor, which mixes with others.
+
+    A gradient that arrives at it goes on to the devices of the mesh.
+    """
     if not isinstance(value, tf.Tensor) or not is_dtensor(value):
         return value
     layout = dtensor.fetch_layout(value)
-    if layout.is_fully_replicated():
-        return value
-    mask = getattr(value, "_keras_mask", None)
-    value = dtensor.relayout(
-        value, dtensor.Layout.replicated(layout.mesh, layout.rank)
-    )
-    if mask is not None:
-        value._keras_mask = mask
-    return value
+
+    @tf.custom_gradient
+    def leave(x):
+        return to_host(x), lambda dy: place(dy, layout)
+
+    plain = leave(value) if value.dtype.is_floating else to_host(value)
+    for name in ("_keras_mask", "_keras_logits"):
+        if getattr(value, name, None) is not None:
+            setattr(plain, name, leave_mesh(getattr(value, name)))
+    return plain

@@ -131,10 +131,11 @@ def _train_on(devices):
             total.assign_add(loss)
             gradients = tape.gradient(loss, variables)
             for w, g, (m, v) in zip(variables, gradients, slots):
-                new_w, new_m, new_v = _adam(w, g, m, v)
-                w.assign(new_w)
-                m.assign(new_m)
-                v.assign(new_v)
+                m.assign(0.9 * m + 0.1 * g)
+                v.assign(0.999 * v + 0.001 * g * g)
+                # A slot that is read after it was assigned to, as Keras's
+                # optimizers do: what is combined comes in the wrong order.
+                w.assign_sub(0.01 * m / (tf.sqrt(v) + 1e-3))
             return loss
 
         batch = [

@@ -1,5 +1,6 @@
 """The steps of `fit`, `evaluate` and `predict` on the devices of a mesh."""
 
+import contextlib
 import functools
 
 import tensorflow as tf
@@ -88,6 +89,8 @@ def hook_make_function(original):
 
 
 def hook_make_predict_function(original):
+    """The predict function."""
+
     @functools.wraps(original)
     def make_predict_function(self, force=False):
         if distribution() is None:
@@ -107,6 +110,36 @@ def hook_make_predict_function(original):
         self.predict_function = predict_function
 
     return make_predict_function
+
+
+def hook_get_metrics_result(original):
+    """At the end of an epoch metrics are asked outside of any step."""
+
+    @functools.wraps(original)
+    def get_metrics_result(self):
+        current = distribution()
+        if (
+            current is None
+            or placement.current_mesh() is not None
+            or not tf.executing_eagerly()
+        ):
+            return original(self)
+        mesh, axis = _mesh_and_axis(current)
+        with placement.on_mesh(mesh, axis):
+            results = original(self)
+        return tree.map_structure(placement.to_host, results)
+
+    return get_metrics_result
+
+
+def hook_resolve_auto_jit_compile(original):
+    """`jit_compile="auto"` does not ask for XLA under a distribution."""
+
+    @functools.wraps(original)
+    def _resolve_auto_jit_compile(self):
+        return False if distribution() is not None else original(self)
+
+    return _resolve_auto_jit_compile
 
 
 def hook_maybe_symbolic_build(original):
@@ -148,18 +181,20 @@ def hook_layer_call(original):
         ):
             return original(self, *args, **kwargs)
 
+        mesh, axis = _mesh_and_axis(current)
+
         def placed(x):
-            if hasattr(x, "shape") and not isinstance(x, tf.Variable):
-                if not hasattr(x, "_layout"):
-                    return place_data(x, current)
-            return x
+            if isinstance(x, tf.Variable) or hasattr(x, "_layout"):
+                return x
+            if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+                return x
+            return placement.enter_mesh(x, mesh, axis)
 
         args, kwargs = tree.map_structure(placed, (args, kwargs))
-        mesh, axis = _mesh_and_axis(current)
         with placement.on_mesh(mesh, axis), errors.explained():
             outputs = original(self, *args, **kwargs)
-            # Whole on each device, so that it can be read as any tensor.
-            return tree.map_structure(placement.replicate, outputs)
+        # Plain and whole: what comes next knows of no mesh.
+        return tree.map_structure(placement.leave_mesh, outputs)
 
     return __call__
 
@@ -197,13 +232,22 @@ def hook_apply(original):
 
     @functools.wraps(original)
     def apply(self, grads, trainable_variables=None):
-        if variables.is_distributed(self._iterations):
+        if not variables.is_distributed(self._iterations):
+            return original(self, grads, trainable_variables)
+        mesh = self._iterations._value.layout.mesh
+        inside = placement.current_mesh() is not None
+        eager_outside = tf.executing_eagerly() and not inside
+        with (
+            placement.on_mesh(mesh)
+            if eager_outside
+            else contextlib.nullcontext()
+        ):
             grads = [
                 tf.convert_to_tensor(g)
                 if isinstance(g, tf.IndexedSlices)
                 else g
                 for g in grads
             ]
-        return original(self, grads, trainable_variables)
+            return original(self, grads, trainable_variables)
 
     return apply

@@ -1,13 +1,28 @@
-"""Keras variables whose value is a `dtensor.DVariable`."""
+"""Keras variables whose value lies on the devices of a mesh."""
 
+import contextlib
 import functools
 
 import numpy as np
 import tensorflow as tf
 from keras.src.distribution.distribution_lib import distribution
+from keras.src.distribution.distribution_lib import set_distribution
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import placement
+
+
+class ShardedVariable(dtensor.DVariable):
+    """A `DVariable` that can be read wherever its parts are.
+
+    TensorFlow reads one only where each device holds all of it.
+    """
+
+    def numpy(self):
+        return placement.read(self)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(placement.read(self), dtype=dtype)
 
 
 def is_distributed(variable):
@@ -50,9 +65,49 @@ def relayout(variable, layout):
 def _variable(variable, value):
     mesh = dtensor.fetch_layout(value).mesh
     with tf.init_scope(), dtensor.default_mesh(mesh):
-        return dtensor.DVariable(
+        return ShardedVariable(
             value, trainable=variable.trainable, name=variable.name
         )
+
+
+@contextlib.contextmanager
+def on_one_device(layer):
+    """Gives the variables of a layer plain values on one device for a while.
+
+    One device then holds all of it, which a SavedModel needs. What was
+    compiled for the mesh stays valid.
+    """
+    held = [v for v in layer.variables if is_distributed(v)]
+    kept = [(v, v._value, v._layout) for v in held]
+    before = distribution()
+    try:
+        for variable, value, _ in kept:
+            with placement.off_mesh():
+                variable._value = tf.Variable(
+                    placement.read(value),
+                    trainable=variable.trainable,
+                    name=variable.name,
+                )
+            variable._layout = None
+        set_distribution(None)
+        yield
+    finally:
+        set_distribution(before)
+        for variable, value, layout in kept:
+            variable._value, variable._layout = value, layout
+
+
+def hook_export(original):
+    """A SavedModel is that of one device."""
+
+    @functools.wraps(original)
+    def export(self, *args, **kwargs):
+        if not any(is_distributed(v) for v in self.variables):
+            return original(self, *args, **kwargs)
+        with on_one_device(self):
+            return original(self, *args, **kwargs)
+
+    return export
 
 
 def hook_initialize(original):
@@ -82,6 +137,8 @@ def hook_initialize(original):
 
 
 def hook_direct_assign(original):
+    """What is assigned gets the layout of the variable."""
+
     @functools.wraps(original)
     def _direct_assign(self, value):
         if not is_distributed(self):
@@ -99,27 +156,25 @@ def hook_direct_assign(original):
     return _direct_assign
 
 
-def hook_numpy(original):
+def hook_assign_change(original):
+    """`assign_add` and `assign_sub`: a plain value is placed first."""
+
     @functools.wraps(original)
-    def numpy(self):
-        if is_distributed(self):
-            return placement.read(self._value)
-        return original(self)
+    def assign_change(self, value):
+        if not is_distributed(self) or not tf.executing_eagerly():
+            return original(self, value)
+        layout = self._value.layout
+        if getattr(value, "shape", ()) == tuple(self.shape):
+            value = placement.place(getattr(value, "_value", value), layout)
+        with dtensor.default_mesh(layout.mesh):
+            return original(self, value)
 
-    return numpy
-
-
-def hook_array(original):
-    @functools.wraps(original)
-    def __array__(self, dtype=None):
-        if is_distributed(self):
-            return np.asarray(placement.read(self._value), dtype=dtype)
-        return original(self, dtype)
-
-    return __array__
+    return assign_change
 
 
 def hook_convert_to_numpy(original):
+    """The parts of a tensor are put together on the host."""
+
     @functools.wraps(original)
     def convert_to_numpy(x):
         value = getattr(x, "_value", x)
