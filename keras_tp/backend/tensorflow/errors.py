@@ -12,7 +12,8 @@ _UNSUPPORTED = re.compile(
     r"|Only replicated or batch parallel"
     r"|over sharded dimension"
     r"|not implemented|not supported|Unsupported"
-    r"|EmitAllScatter|SPMD expansion|layout propagation",
+    r"|EmitAllScatter|to be divisible by sharding|SPMD expansion"
+    r"|layout propagation",
     re.IGNORECASE,
 )
 _OPERATION = re.compile(r"\"tf\.(\w+)\"\(|'tf\.(\w+)' op")

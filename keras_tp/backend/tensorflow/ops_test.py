@@ -22,6 +22,10 @@ LAYERS = {
     ),
     "conv2d": (IMAGE, lambda: layers.Conv2D(8, 3, strides=2, padding="same")),
     "conv2d_groups": (IMAGE, lambda: layers.Conv2D(8, 2, groups=4)),
+    "conv2d_dilated": (
+        IMAGE,
+        lambda: layers.Conv2D(4, 2, dilation_rate=2, padding="same"),
+    ),
     "conv3d": (VOLUME, lambda: layers.Conv3D(4, 2)),
     "conv1d_transpose": (SEQUENCE, lambda: layers.Conv1DTranspose(4, 3)),
     "conv2d_transpose": (
@@ -40,6 +44,14 @@ LAYERS = {
     "max_pool2d": (IMAGE, lambda: layers.MaxPooling2D(2, padding="same")),
     "max_pool3d": (VOLUME, lambda: layers.MaxPooling3D(2)),
     "average_pool2d": (IMAGE, lambda: layers.AveragePooling2D((3, 2))),
+    "average_pool1d": (
+        SEQUENCE,
+        lambda: layers.AveragePooling1D(4, 2, padding="same"),
+    ),
+    "adaptive_max_pool1d": (
+        SEQUENCE,
+        lambda: layers.AdaptiveMaxPooling1D(4),
+    ),
     "global_max_pool2d": (IMAGE, lambda: layers.GlobalMaxPooling2D()),
     "global_average_pool2d": (
         IMAGE,
@@ -125,12 +137,6 @@ LAYERS = {
         SEQUENCE,
         lambda: Function(
             lambda x: keras.ops.one_hot(keras.ops.argmax(x, -1), 8) * x
-        ),
-    ),
-    "resizing": (
-        IMAGE,
-        lambda: Function(
-            lambda x: keras.ops.image.resize(x, (12, 10)), name="resizing"
         ),
     ),
 }
