@@ -23,7 +23,8 @@ class Hook(
     """One row of a hook table.
 
     Args:
-        owner: String, `"module"` or `"module:Class"`, that holds the attribute.
+        owner: String, `"module"`, `"module:Class"` or `"module:name.name"`,
+            that holds the attribute.
         attribute: String, name of the attribute.
         replace: Callable that is given the original and returns what takes
             its place.
@@ -37,8 +38,8 @@ class Hook(
         """Returns the live object that owns the attribute."""
         module, _, name = self.owner.partition(":")
         owner = importlib.import_module(module)
-        if name:
-            owner = getattr(owner, name, _ABSENT)
+        for part in name.split(".") if name else ():
+            owner = getattr(owner, part, _ABSENT)
         if owner is _ABSENT or not (
             self.adds or hasattr(owner, self.attribute)
         ):

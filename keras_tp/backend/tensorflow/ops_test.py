@@ -110,7 +110,7 @@ LAYERS = {
         SEQUENCE,
         lambda: Function(
             lambda x: (
-                keras.ops.split(x, [3], -1)[1] * keras.ops.split(x, 8, -1)[2]
+                keras.ops.split(x, [2, 6], -1)[1] * keras.ops.split(x, 2, -1)[1]
             )
         ),
     ),
