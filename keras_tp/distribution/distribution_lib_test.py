@@ -290,3 +290,13 @@ def test_initialize_reads_the_environment(monkeypatch):
     dist.initialize()
     dist.initialize("c:3", 3, 0)
     assert calls == [("a:1,b:2", 2, 1), ("c:3", 3, 0)]
+
+
+def test_installed_hooks_leave_plain_saving_alone(tmp_path):
+    model = mlp()
+    losses(model, keras.optimizers.Adam(0.01))
+    model.save(tmp_path / "model.keras")
+    keras_tp.install()
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded.optimizer, keras.optimizers.Adam)
+    assert loaded.optimizer.built and loaded.loss == "mse"

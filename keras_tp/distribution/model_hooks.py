@@ -140,8 +140,12 @@ def _hook_entry_point(original):
     def entry_point(self, *args, **kwargs):
         with entered(self):
             adopt_state(self)
+            # A model that is not built has parts whose paths are not known.
+            if self.built:
+                check_model(self)
+            result = original(self, *args, **kwargs)
             check_model(self)
-            return original(self, *args, **kwargs)
+            return result
 
     return entry_point
 
@@ -170,10 +174,13 @@ def _hook_symbolic_build(original):
 
 
 def _hook_call(original):
-    """The outermost eager call of a model runs under its distribution."""
+    """The outermost call of a model runs under its distribution.
+
+    Symbolic calls, which build functional models, are left alone.
+    """
 
     @functools.wraps(original)
-    def __call__(self, *args, **kwargs):
+    def call(self, *args, **kwargs):
         if getattr(_calls, "inside", False):
             return original(self, *args, **kwargs)
         if any_symbolic_tensors(args, kwargs) or in_tf_graph():
@@ -193,7 +200,7 @@ def _hook_call(original):
         finally:
             _calls.inside = False
 
-    return __call__
+    return call
 
 
 def _hook_threading(original):
@@ -237,6 +244,12 @@ TABLE = [
         _hook_call,
         "a model is called under its own distribution",
     ),
+    Hook(
+        "keras.src.layers.layer:Layer",
+        "stateless_call",
+        _hook_call,
+        "so is a model whose state is handed in; its parts are not outermost",
+    ),
     *(
         Hook(
             _MODEL,
@@ -256,8 +269,10 @@ TABLE = [
             "export",
         )
     ),
+    # Not on Model: Keras compares a model's `compile` with this one to see
+    # whether it was overridden.
     Hook(
-        _MODEL,
+        "keras.src.trainers.trainer:Trainer",
         "compile",
         _hook_compile,
         "layouts that miss the model are reported before it is compiled",
@@ -273,6 +288,12 @@ TABLE = [
         "load_weights_only",
         checkpoint.check_before_loading,
         "a file that does not fit leaves the model unchanged",
+    ),
+    Hook(
+        "keras.src.saving.saving_lib",
+        "get_attr_skipset",
+        checkpoint.outside_of_the_pass,
+        "checking a file makes no variable in a stateless scope",
     ),
     Hook(
         "keras.src.saving.saving_lib",

@@ -1,0 +1,48 @@
+"""Eight virtual devices, and a process as it was before, for every test."""
+
+import os
+
+# All of this is read when Keras, or its backend, is imported first.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+_COUNT = "--xla_force_host_platform_device_count"
+if _COUNT not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + f" {_COUNT}=8"
+    ).strip()
+
+import keras
+import pytest
+
+import keras_tp
+
+
+def _reset():
+    # In this order: `clear_session` keeps a distribution while keras_tp is
+    # installed.
+    keras_tp.distribution.set_distribution(None)
+    keras_tp.uninstall()
+    keras.utils.clear_session()
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(autouse=True)
+def reset_global_state():
+    _reset()
+    yield
+    _reset()
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "slow: too slow for CI; KERAS_TP_SLOW=1 runs it"
+    )
+
+
+def pytest_collection_modifyitems(items):
+    if os.environ.get("KERAS_TP_SLOW") == "1":
+        return
+    skip = pytest.mark.skip(reason="set KERAS_TP_SLOW=1 to run it")
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(skip)

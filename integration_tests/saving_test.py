@@ -1,0 +1,305 @@
+"""Files know nothing of meshes: written under one, read under another."""
+
+import contextlib
+import re
+
+import keras
+import numpy as np
+import pytest
+
+import keras_tp
+from integration_tests import harness
+from integration_tests import zoo
+from keras_tp import distribution
+
+FEATURES = 12
+OUTPUTS = 5
+BATCH = 4
+
+LAYOUTS = {
+    "up/kernel": (None, "model"),
+    "up/bias": ("model",),
+    "down/kernel": ("model", None),
+}
+SLOTS = 2
+
+# A place is a mesh or, `None`, one device. Files go from the first of two to
+# the second, and back.
+TRIPS = [
+    ((1, 4), (2, 2)),
+    ((1, 4), (1, 2)),
+    ((1, 4), None),
+    ((2, 2), (1, 4)),
+    ((1, 2), (1, 4)),
+    (None, (1, 4)),
+]
+
+
+def name_of(place):
+    return "one" if place is None else "x".join(map(str, place))
+
+
+def trip_name(trip):
+    return "_to_".join(name_of(place) for place in trip)
+
+
+def at(place):
+    """Scope of a place to build or load a model in."""
+    if place is None:
+        return contextlib.nullcontext()
+    return harness.model_parallel(LAYOUTS, place).scope()
+
+
+def samples():
+    rng = np.random.default_rng(5)
+    # The last batch is of 2 samples.
+    x = rng.standard_normal((10, FEATURES), "float32")
+    return x, rng.standard_normal((10, OUTPUTS), "float32")
+
+
+def network(units=16, outputs=OUTPUTS, last=True):
+    # Without dropout: Keras does not save how far its masks have come.
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((FEATURES,))
+    x = zoo.dense(units, "up", activation="relu")(inputs)
+    x = zoo.dense(outputs, "down")(x)
+    if last:
+        x = zoo.dense(outputs, "last")(x)
+    model = keras.Model(inputs, x, name="network")
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def fit(model, **arguments):
+    x, y = samples()
+    history = model.fit(
+        x, y, batch_size=BATCH, shuffle=False, verbose=0, **arguments
+    )
+    return history.history["loss"]
+
+
+def predict(model):
+    return model.predict(samples()[0], batch_size=BATCH, verbose=0)
+
+
+def state_of(model):
+    """Returns all that a file has to keep, as arrays."""
+    variables = [*model.variables, *model.optimizer.variables]
+    return [keras.ops.convert_to_numpy(v) for v in variables]
+
+
+def assert_same(actual, expected):
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected):
+        np.testing.assert_array_equal(a, b)
+
+
+def assert_placed(model, place):
+    """Split, or not, as its place asks for; the optimizer's slots too."""
+    rows = distribution.describe(model).rows
+    split = [row for row in rows if row.is_split]
+    if place is None:
+        assert not split
+        return
+    assert {r.path for r in split if r.role == "weight"} == set(LAYOUTS)
+    assert len(split) == (1 + SLOTS) * len(LAYOUTS)
+    names = harness.mesh_devices(place)
+    for row in split:
+        assert row.device_bytes == dict.fromkeys(names, row.bytes // place[1])
+
+
+@pytest.mark.parametrize("trip", TRIPS, ids=trip_name)
+@pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
+def test_from_one_mesh_to_another(suffix, trip, tmp_path):
+    source, target = trip
+    path = str(tmp_path / f"model{suffix}")
+    with at(source):
+        model = network()
+        fit(model, epochs=2)
+    assert_placed(model, source)
+    # Under the model's own distribution, whatever is set by now.
+    if suffix == ".keras":
+        model.save(path)
+    else:
+        model.save_weights(path)
+    saved, predicted = state_of(model), predict(model)
+
+    with at(target):
+        if suffix == ".keras":
+            loaded = keras.saving.load_model(path)
+        else:
+            loaded = network()
+            loaded.optimizer.build(loaded.trainable_variables)
+            loaded.load_weights(path)
+    assert_same(state_of(loaded), saved)
+    assert_placed(loaded, target)
+    np.testing.assert_allclose(predict(loaded), predicted, atol=1e-6)
+    # Optimizer state included, or the losses would part.
+    np.testing.assert_allclose(
+        fit(loaded, epochs=3), fit(model, epochs=3), rtol=1e-5
+    )
+    assert_placed(loaded, target)
+
+    # And back.
+    path = str(tmp_path / f"back{suffix}")
+    if suffix == ".keras":
+        loaded.save(path)
+        with at(source):
+            model = keras.saving.load_model(path)
+    else:
+        loaded.save_weights(path)
+        model.load_weights(path)
+    assert_same(state_of(model), state_of(loaded))
+    assert_placed(model, source)
+
+
+def test_a_file_is_that_of_plain_keras(tmp_path):
+    """The same entries, and readable where keras_tp is not installed."""
+    h5py = pytest.importorskip("h5py")
+
+    def entries(path):
+        found = {}
+        with h5py.File(path) as file:
+            file.visititems(
+                lambda name, item: (
+                    found.update({name: item.shape})
+                    if isinstance(item, h5py.Dataset)
+                    else None
+                )
+            )
+        return found
+
+    plain = network()
+    fit(plain, epochs=1)
+    plain.save_weights(tmp_path / "plain.weights.h5")
+    with at((1, 4)):
+        model = network()
+    fit(model, epochs=1)
+    model.save_weights(tmp_path / "sharded.weights.h5")
+    expected = entries(tmp_path / "plain.weights.h5")
+    assert expected
+    assert entries(tmp_path / "sharded.weights.h5") == expected
+
+    keras_tp.uninstall()
+    harness.assert_plain()
+    keras.utils.clear_session()
+    plain = network()
+    plain.optimizer.build(plain.trainable_variables)
+    plain.load_weights(tmp_path / "sharded.weights.h5")
+    assert_same(
+        [keras.ops.convert_to_numpy(v) for v in plain.weights],
+        [keras.ops.convert_to_numpy(v) for v in model.weights],
+    )
+
+
+@pytest.mark.parametrize(
+    "trip", [((1, 4), (2, 2)), (None, (1, 4))], ids=trip_name
+)
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_resuming_from_a_model_checkpoint(weights_only, trip, tmp_path):
+    source, target = trip
+    suffix = ".weights.h5" if weights_only else ".keras"
+    with at(source):
+        model = network()
+    checkpoint = keras.callbacks.ModelCheckpoint(
+        str(tmp_path / ("epoch_{epoch}" + suffix)),
+        save_weights_only=weights_only,
+    )
+    losses = fit(model, epochs=4, callbacks=[checkpoint])
+    path = str(tmp_path / ("epoch_2" + suffix))
+    with at(target):
+        if weights_only:
+            resumed = network()
+            resumed.optimizer.build(resumed.trainable_variables)
+            resumed.load_weights(path)
+        else:
+            resumed = keras.saving.load_model(path)
+    resumed_losses = fit(resumed, epochs=4, initial_epoch=2)
+    np.testing.assert_allclose(resumed_losses, losses[2:], rtol=1e-5)
+    assert_placed(resumed, target)
+
+
+def truncated(path, part):
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * part)])
+
+
+@pytest.fixture
+def trained():
+    with at((1, 4)):
+        model = network()
+    fit(model, epochs=1)
+    return model
+
+
+@contextlib.contextmanager
+def refused(model, path):
+    """The file is named in a `ValueError`, and the model left as it was."""
+    before, predicted = state_of(model), predict(model)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        yield
+    assert_same(state_of(model), before)
+    assert_placed(model, (1, 4))
+    np.testing.assert_array_equal(predict(model), predicted)
+
+
+PARTS = pytest.mark.parametrize("part", [0.0, 0.3, 0.6, 0.9, 0.99])
+
+
+@PARTS
+@pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
+def test_loading_the_weights_of_a_truncated_file(
+    suffix, part, trained, tmp_path
+):
+    path = tmp_path / f"model{suffix}"
+    trained.save(path) if suffix == ".keras" else trained.save_weights(path)
+    # It is the damage that is refused.
+    trained.load_weights(path)
+    # Other values than those in the file.
+    fit(trained, epochs=1)
+    truncated(path, part)
+    with refused(trained, path):
+        trained.load_weights(path)
+
+
+@PARTS
+def test_loading_a_truncated_model(part, trained, tmp_path):
+    path = tmp_path / "model.keras"
+    trained.save(path)
+    with at((1, 4)):
+        assert keras.saving.load_model(path).optimizer.built
+    truncated(path, part)
+    with refused(trained, path), at((1, 4)):
+        keras.saving.load_model(path)
+    assert keras.distribution.distribution() is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"units": 32},
+        # Later layers differ: what stands before them would have been read.
+        {"outputs": OUTPUTS + 1},
+        {"last": False},
+    ],
+    ids=["other_first_layer", "other_second_layer", "no_last_layer"],
+)
+@pytest.mark.parametrize("place", [None, (1, 4)], ids=name_of)
+def test_the_weights_of_another_model(place, other, trained, tmp_path):
+    path = tmp_path / "other.weights.h5"
+    with at(place):
+        model = network(**other)
+    model.save_weights(path)
+    # The other model itself reads it.
+    model.load_weights(path)
+    with refused(trained, path):
+        trained.load_weights(path)
+
+
+def test_a_file_that_is_not_there(trained, tmp_path):
+    before = state_of(trained)
+    for name in ("model.keras", "model.weights.h5"):
+        path = tmp_path / name
+        with pytest.raises((FileNotFoundError, ValueError), match=name):
+            trained.load_weights(path)
+    assert_same(state_of(trained), before)

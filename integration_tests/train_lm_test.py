@@ -1,0 +1,90 @@
+"""The example, as a user runs it: the same losses on any mesh."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+STEPS = 12
+
+
+def _run(folder, *arguments):
+    """Returns what the example logs, and what it prints."""
+    log = folder / "log.json"
+    command = [sys.executable, "examples/train_lm.py", "--size", "tiny"]
+    command += ["--steps", str(STEPS), "--batch-size", "8", "--seed", "3"]
+    # The example has to make its own devices, not to find those of the tests.
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    result = subprocess.run(
+        [*command, "--log", str(log), *arguments],
+        cwd=ROOT,
+        env={**env, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(log.read_text()), result.stdout
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return _run(tmp_path_factory.mktemp("plain"), "--devices", "1")
+
+
+@pytest.mark.parametrize(
+    "arguments, mesh",
+    [(["--devices", "4"], [1, 4]), (["--mesh", "2x2"], [2, 2])],
+)
+def test_losses_are_those_of_one_device(arguments, mesh, plain, tmp_path):
+    expected, _ = plain
+    log, output = _run(tmp_path, *arguments)
+    assert log["mesh"] == mesh
+    assert log["devices"] == 4
+    assert len(log["losses"]) == STEPS
+    np.testing.assert_allclose(log["losses"], expected["losses"], rtol=1e-5)
+    np.testing.assert_allclose(log["val_loss"], expected["val_loss"], rtol=1e-5)
+    # It did train, and on text that does not depend on the mesh.
+    assert log["losses"][-1] < log["losses"][0] - 0.1
+    assert log["unigram_entropy"] == expected["unigram_entropy"]
+    # It really was split, and no weight was gathered.
+    assert log["collectives"]["all_gather"] == [0, 0]
+    assert log["collectives"]["all_reduce"][0] > 0
+    _check_output(output, log)
+    assert re.search(r"cpu:3\b", output)
+    assert re.search(r"\(256, 64\).*\('model', None\)", output)
+
+
+def test_one_device_is_plain_keras(plain):
+    log, output = plain
+    assert log["mesh"] == [1, 1]
+    assert set(map(tuple, log["collectives"].values())) == {(0, 0)}
+    _check_output(output, log)
+    assert "no distribution" in output
+    assert "cpu:1" not in output
+
+
+def test_a_mesh_that_is_not_the_devices_is_refused(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "examples/train_lm.py", "--mesh=2x3", "--devices=4"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert "mesh of 2x3 does not have 4 devices" in result.stderr
+
+
+def _check_output(output, log):
+    assert "Sharding of byte_lm" in output
+    count, _ = log["collectives"]["all_reduce"]
+    assert re.search(rf"all_reduce\W+{count}\b", output), output[-2000:]
+    for value in (log["val_loss"], log["unigram_entropy"]):
+        assert f"{value:.4f} nats per byte" in output
