@@ -15,6 +15,10 @@ collect_ignore = [
     if name != keras.config.backend()
 ]
 
+if keras.config.backend() == "tensorflow":
+    os.environ.setdefault("KERAS_TP_CPU_DEVICES", "8")
+    # Makes them, before TensorFlow does anything else.
+    keras_tp.distribution.list_devices()
 if keras.config.backend() == "jax":
     # Read when JAX makes its devices, which nothing has done yet.
     os.environ.setdefault(

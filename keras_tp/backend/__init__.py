@@ -5,7 +5,7 @@ import importlib
 import keras
 
 # A new backend is a folder of this package and a row here.
-SUPPORTED_BACKENDS = ("jax", "torch")
+SUPPORTED_BACKENDS = ("jax", "tensorflow", "torch")
 
 
 def _load_distribution_lib():
@@ -34,3 +34,8 @@ def __getattr__(name):
         globals()[name] = _load_distribution_lib()
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if keras.config.backend() == "tensorflow":
+    # TensorFlow reads some settings once, when it first runs something.
+    _load_distribution_lib()

@@ -14,25 +14,35 @@ _installed = []
 
 
 class Hook(
-    collections.namedtuple("Hook", ["owner", "attribute", "replace", "why"])
+    collections.namedtuple(
+        "Hook",
+        ["owner", "attribute", "replace", "why", "adds"],
+        defaults=[False],
+    )
 ):
     """One row of a hook table.
 
     Args:
-        owner: String, `"module"` or `"module:Class"`, that holds the attribute.
+        owner: String, `"module"`, `"module:Class"` or `"module:name.name"`,
+            that holds the attribute.
         attribute: String, name of the attribute.
         replace: Callable that is given the original and returns what takes
             its place.
         why: String that ends the sentence "hooked so that ...".
+        adds: Boolean. Whether the attribute may be absent, as where Keras's
+            module for a backend lacks a function that others have; then
+            `replace` is given `None`. Defaults to `False`.
     """
 
     def resolve(self):
         """Returns the live object that owns the attribute."""
         module, _, name = self.owner.partition(":")
         owner = importlib.import_module(module)
-        if name:
-            owner = getattr(owner, name, _ABSENT)
-        if not hasattr(owner, self.attribute):
+        for part in name.split(".") if name else ():
+            owner = getattr(owner, part, _ABSENT)
+        if owner is _ABSENT or not (
+            self.adds or hasattr(owner, self.attribute)
+        ):
             raise RuntimeError(
                 f"Keras {keras.__version__} has no {self.owner}."
                 f"{self.attribute}, which keras_tp hooks so that {self.why}. "
@@ -66,7 +76,7 @@ def install(table):
         # An inherited attribute is absent from the owner itself, and has to
         # be absent again afterwards.
         own = vars(owner).get(hook.attribute, _ABSENT)
-        original = getattr(owner, hook.attribute)
+        original = getattr(owner, hook.attribute, None)
         setattr(owner, hook.attribute, hook.replace(original))
         _installed.append((owner, hook.attribute, own))
 

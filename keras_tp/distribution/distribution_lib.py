@@ -387,7 +387,8 @@ def install():
         return
     lib = backend.distribution_lib
     lib.activate()
-    hooks.install(TABLE + model_hooks.TABLE + lib.hook_table())
+    # The model's own distribution is entered before the backend's hooks run.
+    hooks.install(lib.hook_table() + TABLE + model_hooks.TABLE)
 
 
 def uninstall():

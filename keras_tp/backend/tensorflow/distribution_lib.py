@@ -1,0 +1,235 @@
+"""Distribution on TensorFlow: a variable is a `dtensor.DVariable`.
+
+DTensor's SPMD expansion inserts the collectives. The functions are those that
+CONTRIBUTING.md lists for every backend.
+"""
+
+import os
+import runpy
+import sys
+
+import tensorflow as tf
+from keras.src.backend.tensorflow import distribution_lib as keras_lib
+from tensorflow.experimental import dtensor
+
+from keras_tp.backend.tensorflow import collectives
+from keras_tp.backend.tensorflow import devices
+from keras_tp.backend.tensorflow import hooks
+from keras_tp.backend.tensorflow import placement
+from keras_tp.backend.tensorflow import selfcheck
+from keras_tp.backend.tensorflow import variables
+
+# Both are read once, when TensorFlow first runs something.
+selfcheck.disable_combined_all_reduces()
+devices.make_virtual()
+
+
+def list_devices(device_type=None):
+    """Returns the names of the devices of all processes.
+
+    Args:
+        device_type: String, `"cpu"`, `"gpu"` or `"tpu"`. Defaults to the
+            accelerator if there is one, else `"cpu"`.
+    """
+    devices.check_virtual()
+    found = keras_lib.list_devices(device_type)
+    if not found:
+        raise ValueError(
+            f"TensorFlow has no devices of type {device_type!r} here. "
+            f"Received: device_type={device_type!r}"
+        )
+    return found
+
+
+def get_device_count(device_type=None):
+    """Returns the number of devices of all processes."""
+    return len(list_devices(device_type))
+
+
+def initialize(job_addresses, num_processes, process_id):
+    """Joins the other processes as a client of DTensor.
+
+    Args:
+        job_addresses: String, comma-separated `host:port` of all processes.
+        num_processes: Int, number of processes.
+        process_id: Int from 0 to `num_processes - 1`.
+    """
+    if num_processes is not None and num_processes > 1:
+        if not job_addresses or len(job_addresses.split(",")) != num_processes:
+            raise ValueError(
+                "TensorFlow needs the `host:port` of every process, separated "
+                f"by commas. Received: job_addresses={job_addresses!r}; "
+                f"num_processes={num_processes}"
+            )
+        os.environ["DTENSOR_JOBS"] = job_addresses
+        os.environ["DTENSOR_NUM_CLIENTS"] = str(num_processes)
+        os.environ["DTENSOR_CLIENT_ID"] = str(process_id)
+        os.environ.setdefault("DTENSOR_JOB_NAME", "worker")
+    devices.check_virtual()
+    kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+    dtensor.initialize_accelerator_system(kind)
+
+
+def num_processes():
+    """Returns the number of processes."""
+    return dtensor.num_clients()
+
+
+def process_id():
+    """Returns the index of this process."""
+    return dtensor.client_id()
+
+
+def activate():
+    """Refuses to distribute where TensorFlow would train wrongly.
+
+    Called before the hooks are installed.
+    """
+    selfcheck.disable_combined_all_reduces()
+    if num_processes() == 1:
+        selfcheck.check(list_devices())
+
+
+def hook_table():
+    """Returns the rows of TensorFlow's hook table."""
+    return hooks.TABLE
+
+
+def distribute_tensor(tensor, layout):
+    """Changes the layout of a tensor, eagerly or while tracing.
+
+    Args:
+        tensor: Tensor or DTensor. Where shapes are inferred, outside of any
+            mesh, a symbolic tensor is returned as it is.
+        layout: `TensorLayout`, or a layout of DTensor.
+    """
+    if not tf.executing_eagerly() and placement.current_mesh() is None:
+        return tensor
+    return placement.place(tensor, getattr(layout, "backend_layout", layout))
+
+
+def distribute_data_input(per_process_batch, layout, batch_dim_name):
+    """Puts one process's part of a batch on the devices.
+
+    Args:
+        per_process_batch: Array or tensor, this process's part of the batch.
+        layout: `TensorLayout`, or a layout of DTensor. A batch that it cannot
+            split evenly is replicated.
+        batch_dim_name: String, mesh axis that splits the batch.
+
+    Returns:
+        The global batch as a DTensor.
+    """
+    mesh = getattr(layout, "backend_layout", layout).mesh
+    return placement.place_batch(per_process_batch, mesh, batch_dim_name)
+
+
+def relayout_variable(variable, layout):
+    """Moves a variable to another layout; its value stays the same.
+
+    Args:
+        variable: A Keras variable. At most its old and its new shards are in
+            memory together.
+        layout: `TensorLayout`, or `None` for a plain variable on one device.
+    """
+    variables.relayout(variable, layout)
+
+
+def variable_axes(variable):
+    """Returns what splits each dim of a variable, read from the live tensor.
+
+    Returns:
+        Tuple with `None` or a mesh axis for each dim; `None` if the variable
+        is a plain one on one device.
+    """
+    value = variable._value
+    if not isinstance(value, dtensor.DVariable):
+        return None
+    specs = dtensor.fetch_layout(value.read_value()).sharding_specs
+    return tuple(None if s == dtensor.UNSHARDED else s for s in specs)
+
+
+def variable_bytes_by_device(variable):
+    """Returns a dict of device name to the bytes that it holds of a variable.
+
+    Read from the live tensors; devices of other processes are not listed.
+    """
+    value = variable._value
+    if not isinstance(value, dtensor.DVariable):
+        device = tf.DeviceSpec.from_string(value.device)
+        name = f"{device.device_type or 'CPU'}:{device.device_index or 0}"
+        return {name.lower(): value.read_value().numpy().nbytes}
+    mesh = value.layout.mesh
+    names = dict(zip(mesh.local_device_ids(), mesh.local_devices()))
+    held = {}
+    for device_id, _, part in placement.local_parts(value):
+        device = tf.DeviceSpec.from_string(names[device_id])
+        name = f"{device.device_type}:{device.device_index}".lower()
+        held[name] = held.get(name, 0) + part.nbytes
+    return held
+
+
+def count_collectives(model, x, y=None):
+    """Counts the collectives that one executed step of a model contains.
+
+    Args:
+        model: A Keras model whose distribution is the current one.
+        x: Inputs of one batch.
+        y: Targets of the batch. Defaults to `None`: the forward pass.
+
+    Returns:
+        Dict of the collective's name to `(count, bytes)`.
+    """
+    return collectives.count_step(model, x, y)
+
+
+def launch(device_count, argv):
+    """Runs a script in this process on a number of devices.
+
+    Args:
+        device_count: Int. Where TensorFlow finds no accelerator, so many
+            virtual CPU devices are made.
+        argv: List of strings: the script and its arguments.
+    """
+    os.environ[devices.CPU_DEVICES] = str(device_count)
+    devices.make_virtual()
+    available = list_devices()
+    if len(available) < device_count:
+        raise ValueError(
+            f"{device_count} devices were asked for, and TensorFlow finds "
+            f"{len(available)}: {available}. To use virtual CPU devices "
+            "instead, hide the others: set CUDA_VISIBLE_DEVICES=-1."
+        )
+    sys.argv = list(argv)
+    sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def _to_backend_device(device_name):
+    return tf.DeviceSpec.from_string(f"/device:{device_name.upper()}")
+
+
+def _to_backend_mesh(device_mesh):
+    names = [str(device) for device in device_mesh.devices.flatten()]
+    dims = list(zip(device_mesh.axis_names, device_mesh.shape))
+    if num_processes() > 1:
+        kind = names[0].split(":")[0].upper()
+        return dtensor.create_distributed_mesh(dims, device_type=kind)
+    return dtensor.create_mesh(dims, devices=[name.upper() for name in names])
+
+
+def _to_backend_layout(tensor_layout):
+    if tensor_layout.device_mesh is None:
+        raise ValueError(
+            "A layout needs a device mesh before it can be used. Received: "
+            f"{tensor_layout}"
+        )
+    several = [axis for axis in tensor_layout.axes if isinstance(axis, tuple)]
+    if several:
+        raise ValueError(
+            "DTensor cannot split one dim over several mesh axes. Use a mesh "
+            "whose axes are these joined into one, or split the dim over one "
+            f"of them. Received: axes={tensor_layout.axes}"
+        )
+    specs = [axis or dtensor.UNSHARDED for axis in tensor_layout.axes]
+    return dtensor.Layout(specs, tensor_layout.device_mesh.backend_mesh)

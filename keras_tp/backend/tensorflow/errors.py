@@ -1,0 +1,86 @@
+"""DTensor's errors, with the Keras layer they come from."""
+
+import contextlib
+import re
+
+import tensorflow as tf
+
+# What DTensor's passes say of an operation that they cannot expand.
+_UNSUPPORTED = re.compile(
+    r"does not implement layout propagation"
+    r"|must have fully replicated layout"
+    r"|Only replicated or batch parallel"
+    r"|over sharded dimension"
+    r"|not implemented|not supported|Unsupported"
+    r"|EmitAllScatter|to be divisible by sharding|SPMD expansion"
+    r"|layout propagation",
+    re.IGNORECASE,
+)
+_OPERATION = re.compile(r"\"tf\.(\w+)\"\(|'tf\.(\w+)' op")
+_SHOWN = 3
+
+
+@contextlib.contextmanager
+def explained(function=None):
+    """Names operation and layer in an error that DTensor gives in the block.
+
+    Args:
+        function: `tf.function` that runs in the block; its graph knows which
+            layers an operation is part of. Defaults to `None`.
+
+    Raises:
+        NotImplementedError: in place of DTensor's error.
+    """
+    try:
+        yield
+    except tf.errors.OpError as e:
+        message = str(e.message)
+        found = _OPERATION.search(message)
+        if found is None or not _UNSUPPORTED.search(message):
+            raise
+        operation = found.group(1) or found.group(2)
+        where = _layers(function, operation)
+        raise NotImplementedError(
+            f"DTensor cannot run TensorFlow's operation {operation!r}"
+            f"{where} with the layouts that meet there, and keras_tp has no "
+            "rule for it. Leave the variables of that layer replicated (no "
+            "pattern of the LayoutMap), ask for its input whole with a layout "
+            "for the output of the layer before it, use another layer, or run "
+            "the model with the JAX backend (KERAS_BACKEND=jax). Received: "
+            f"{_first_line(message)}"
+        ) from e
+
+
+def _first_line(message):
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[0][:300] if lines else message
+
+
+def _layers(function, operation):
+    """Returns where in a model an operation is, from the names of its nodes."""
+    names = []
+    for concrete in _traces(function):
+        for graph in (concrete.graph, *_inner_graphs(concrete.graph)):
+            for node in graph.get_operations():
+                if node.type != operation:
+                    continue
+                # Keras's layers are name scopes; the last part is the node.
+                scope = node.name.rpartition("/")[0]
+                if scope and scope not in names:
+                    names.append(scope)
+    if not names:
+        return ""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f" (in layer {', '.join(map(repr, names[:_SHOWN]))}{more})"
+
+
+def _traces(function):
+    traces = getattr(function, "_list_all_concrete_functions", None)
+    return traces() if traces is not None else []
+
+
+def _inner_graphs(graph):
+    for function in graph._functions.values():
+        inner = getattr(function, "graph", None)
+        if inner is not None:
+            yield inner

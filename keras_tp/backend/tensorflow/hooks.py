@@ -1,0 +1,150 @@
+"""What keras_tp replaces in Keras on TensorFlow."""
+
+from keras_tp.backend.hooks import Hook
+from keras_tp.backend.tensorflow import ops
+from keras_tp.backend.tensorflow import training
+from keras_tp.backend.tensorflow import variables
+
+_LIB = "keras.src.backend.tensorflow.distribution_lib"
+_VARIABLE = "keras.src.backend.tensorflow.core:Variable"
+_TRAINER = "keras.src.backend.tensorflow.trainer:TensorFlowTrainer"
+_OPTIMIZER = "keras.src.backend.tensorflow.optimizer:TFOptimizer"
+
+
+def _ours(name):
+    """Returns a hook that puts this backend's function of a name there."""
+
+    def hook(original):
+        # Late: that module imports this one.
+        from keras_tp.backend.tensorflow import distribution_lib
+
+        return getattr(distribution_lib, name)
+
+    return hook
+
+
+TABLE = [
+    *(
+        Hook(
+            _LIB,
+            name,
+            _ours(name),
+            "keras.distribution finds what its prototype on TensorFlow lacks",
+            adds=True,
+        )
+        for name in (
+            "get_device_count",
+            "initialize",
+            "num_processes",
+            "process_id",
+            "distribute_tensor",
+        )
+    ),
+    *(
+        Hook(
+            _LIB,
+            name,
+            _ours(name),
+            "Keras's meshes and layouts become those of DTensor",
+        )
+        for name in ("_to_backend_mesh", "_to_backend_layout")
+    ),
+    Hook(
+        _VARIABLE,
+        "_initialize",
+        variables.hook_initialize,
+        "a variable is born split, with the values of one device",
+    ),
+    Hook(
+        _VARIABLE,
+        "_direct_assign",
+        variables.hook_direct_assign,
+        "what is assigned gets the layout of the variable",
+    ),
+    *(
+        Hook(
+            _VARIABLE,
+            name,
+            variables.hook_assign_change,
+            "what is added to a variable gets its layout",
+        )
+        for name in ("assign_add", "assign_sub")
+    ),
+    *(
+        Hook(
+            owner,
+            "convert_to_numpy",
+            variables.hook_convert_to_numpy,
+            "the parts of a tensor are put together on the host",
+        )
+        for owner in (
+            "keras.src.backend.tensorflow.core",
+            "keras.src.backend.tensorflow",
+            "keras.src.backend",
+        )
+    ),
+    Hook(
+        _TRAINER,
+        "_make_function",
+        training.hook_make_function,
+        "train and test steps run on the mesh",
+    ),
+    Hook(
+        _TRAINER,
+        "make_predict_function",
+        training.hook_make_predict_function,
+        "predict steps run on the mesh",
+    ),
+    Hook(
+        _TRAINER,
+        "_maybe_symbolic_build",
+        training.hook_maybe_symbolic_build,
+        "variables are made before the first step is traced",
+    ),
+    Hook(
+        _TRAINER,
+        "get_metrics_result",
+        training.hook_get_metrics_result,
+        "results are computed where the metrics' variables are",
+    ),
+    Hook(
+        _TRAINER,
+        "_resolve_auto_jit_compile",
+        training.hook_resolve_auto_jit_compile,
+        "a step on a mesh is not handed to XLA unasked",
+    ),
+    Hook(
+        "keras.src.layers.layer:Layer",
+        "__call__",
+        training.hook_layer_call,
+        "the outermost eager call runs on the mesh",
+    ),
+    *(
+        Hook(
+            _OPTIMIZER,
+            name,
+            training.generic_if_distributed(name),
+            "slots are DTensors, which tf.distribute does not know",
+        )
+        for name in (
+            "add_variable_from_reference",
+            "_backend_update_step",
+            "_apply_weight_decay",
+            "_overwrite_model_variables_with_average_value",
+            "_backend_increment_gradient_accumulators",
+        )
+    ),
+    Hook(
+        _OPTIMIZER,
+        "apply",
+        training.hook_apply,
+        "gradients of embeddings are dense, as DTensor needs them",
+    ),
+    Hook(
+        "keras.src.models.model:Model",
+        "export",
+        variables.hook_export,
+        "a SavedModel is that of one device",
+    ),
+    *ops.TABLE,
+]

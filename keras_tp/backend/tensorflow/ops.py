@@ -1,0 +1,366 @@
+"""Operations that DTensor cannot run, or not correctly, as TensorFlow has them.
+
+Each rule replaces a public function of TensorFlow (so that it holds for Keras,
+KerasHub and a user's own code alike) or of Keras's backend, and only on a mesh.
+"""
+
+import functools
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from keras_tp.backend.hooks import Hook
+from keras_tp.backend.tensorflow import images
+from keras_tp.backend.tensorflow import philox
+from keras_tp.backend.tensorflow import placement
+
+
+def _on_mesh(rule):
+    """Returns a hook: the rule on a mesh, the original elsewhere."""
+
+    def hook(original):
+        @functools.wraps(original)
+        def function(*args, **kwargs):
+            if placement.current_mesh() is not None:
+                return rule(original, *args, **kwargs)
+            for x in args:
+                if placement.is_dtensor(x):
+                    with placement.on_mesh(dtensor.fetch_layout(x).mesh):
+                        return rule(original, *args, **kwargs)
+            return original(*args, **kwargs)
+
+        return function
+
+    return hook
+
+
+def _static(value, what):
+    """Returns a shape as ints; `ValueError` if it is not known."""
+    found = tf.get_static_value(value)
+    if found is None and isinstance(value, (list, tuple)):
+        found = [tf.get_static_value(size) for size in value]
+        found = None if None in found else found
+    if found is None:
+        raise ValueError(
+            f"Under a distribution, {what} needs a shape that is known when "
+            "the step is traced. Give the dims as ints, or take them from "
+            f"`x.shape`. Received: shape={value}"
+        )
+    return tuple(int(size) for size in found)
+
+
+def _slice(x, axis, start, stop):
+    index = [slice(None)] * len(x.shape)
+    index[axis] = slice(start, stop)
+    return x[tuple(index)]
+
+
+# --- composed of operations that DTensor splits -----------------------------
+
+
+def split(original, value, num_or_size_splits, axis=0, num=None, name=None):
+    """Slices: DTensor cannot split a dim that lies on several devices."""
+    value = tf.convert_to_tensor(value)
+    size = value.shape[axis]
+    sizes = num_or_size_splits
+    if isinstance(sizes, int) and size is not None:
+        if size % sizes:
+            return original(value, sizes, axis)
+        sizes = [size // sizes] * sizes
+    sizes = tf.get_static_value(tf.convert_to_tensor(sizes))
+    if size is None or sizes is None:
+        return original(value, num_or_size_splits, axis, num, name)
+    known = sum(int(s) for s in sizes if s >= 0)
+    sizes = [int(s) if s >= 0 else size - known for s in sizes]
+    parts, start = [], 0
+    for s in sizes:
+        stop = start + s
+        parts.append(_slice(value, axis % len(value.shape), start, stop))
+        start = stop
+    return parts
+
+
+def unstack(original, value, num=None, axis=0, name="unstack"):
+    """Slices: DTensor cannot unstack a dim that lies on several devices."""
+    value = tf.convert_to_tensor(value)
+    size = value.shape[axis]
+    if size is None:
+        return original(value, num, axis, name)
+    axis %= len(value.shape)
+    return [
+        tf.squeeze(_slice(value, axis, i, i + 1), axis) for i in range(size)
+    ]
+
+
+def reverse(original, tensor, axis, name=None):
+    """Gathers the indices from the last to the first."""
+    tensor = tf.convert_to_tensor(tensor)
+    axes = tf.get_static_value(tf.convert_to_tensor(axis))
+    for dim in axes.reshape([-1]):
+        size = tensor.shape[int(dim)]
+        if size is None:
+            return original(tensor, axis, name)
+        tensor = tf.gather(tensor, tf.range(size - 1, -1, -1), axis=int(dim))
+    return tensor
+
+
+def roll(original, input, shift, axis, name=None):  # noqa: A002
+    """Joins the end and the beginning."""
+    input = tf.convert_to_tensor(input)  # noqa: A001
+    shifts = tf.get_static_value(tf.convert_to_tensor(shift))
+    axes = tf.get_static_value(tf.convert_to_tensor(axis))
+    if shifts is None or axes is None:
+        return original(input, shift, axis, name)
+    for by, dim in zip(shifts.reshape([-1]), axes.reshape([-1])):
+        dim = int(dim) % len(input.shape)
+        size = input.shape[dim]
+        by = int(by) % size
+        if by:
+            input = tf.concat(  # noqa: A001
+                [
+                    _slice(input, dim, size - by, size),
+                    _slice(input, dim, 0, size - by),
+                ],
+                dim,
+            )
+    return input
+
+
+def band_part(original, input, num_lower, num_upper, name=None):  # noqa: A002
+    """Keeps what a comparison of row and column indices selects."""
+    input = tf.convert_to_tensor(input)  # noqa: A001
+    rows, columns = input.shape[-2:]
+    below = tf.range(rows)[:, None] - tf.range(columns)[None, :]
+    lower = tf.cast(num_lower, tf.int32)
+    upper = tf.cast(num_upper, tf.int32)
+    kept = tf.logical_and(
+        tf.logical_or(lower < 0, below <= lower),
+        tf.logical_or(upper < 0, -below <= upper),
+    )
+    return tf.where(kept, input, tf.zeros([], input.dtype))
+
+
+def diag_part(original, input, *args, **kwargs):  # noqa: A002
+    """Sums each row of what is zero off the diagonal."""
+    if args or {k: v for k, v in kwargs.items() if k != "name" and v != 0}:
+        raise ValueError(
+            "Under a distribution, `tf.linalg.diag_part` takes the main "
+            f"diagonal only. Received: {args} {kwargs}"
+        )
+    input = tf.convert_to_tensor(input)  # noqa: A001
+    rows, columns = input.shape[-2:]
+    size = min(rows, columns)
+    input = input[..., :size, :size]  # noqa: A001
+    kept = tf.range(size)[:, None] == tf.range(size)[None, :]
+    return tf.reduce_sum(tf.where(kept, input, tf.zeros([], input.dtype)), -1)
+
+
+def diag(original, diagonal, *args, **kwargs):
+    """Keeps the diagonal of the values spread over columns."""
+    if args or {k: v for k, v in kwargs.items() if k != "name" and v != 0}:
+        raise ValueError(
+            "Under a distribution, `tf.linalg.diag` makes the main diagonal "
+            f"only. Received: {args} {kwargs}"
+        )
+    diagonal = tf.convert_to_tensor(diagonal)
+    size = diagonal.shape[-1]
+    kept = tf.range(size)[:, None] == tf.range(size)[None, :]
+    return tf.where(kept, diagonal[..., None], tf.zeros([], diagonal.dtype))
+
+
+def one_hot(
+    original,
+    indices,
+    depth,
+    on_value=None,
+    off_value=None,
+    axis=None,
+    dtype=None,
+    name=None,
+):
+    """Compares indices that may be split with all numbers."""
+    indices = tf.convert_to_tensor(indices)
+    on = tf.convert_to_tensor(1 if on_value is None else on_value)
+    off = tf.convert_to_tensor(0 if off_value is None else off_value)
+    if dtype is None:
+        dtype = tf.float32 if on_value is None else on.dtype
+    axis = len(indices.shape) if axis in (None, -1) else axis
+    shape = [1] * (len(indices.shape) + 1)
+    shape[axis] = -1
+    numbers = tf.reshape(tf.range(tf.cast(depth, indices.dtype)), shape)
+    return tf.where(
+        tf.expand_dims(indices, axis) == numbers,
+        tf.cast(on, dtype),
+        tf.cast(off, dtype),
+    )
+
+
+def scatter_nd(original, indices, updates, shape, name=None):
+    """DTensor's expansion makes shapes of int32, whatever the indices are."""
+    indices = tf.cast(indices, tf.int32)
+    return original(indices, updates, tf.cast(shape, tf.int32), name)
+
+
+def keras_split(original, x, indices_or_sections, axis=0):
+    """Keras makes tensors of the indices; here they have to be numbers."""
+    if isinstance(indices_or_sections, int) or tf.is_tensor(
+        indices_or_sections
+    ):
+        return original(x, indices_or_sections, axis)
+    x = tf.convert_to_tensor(x)
+    ends = [int(i) for i in indices_or_sections] + [x.shape[axis]]
+    sizes = [b - a for a, b in zip([0, *ends], ends)]
+    return tf.split(x, sizes, axis)
+
+
+# --- random numbers ---------------------------------------------------------
+
+
+def stateless_uniform(
+    original,
+    shape,
+    seed,
+    minval=0,
+    maxval=None,
+    dtype=tf.float32,
+    name=None,
+    alg="auto_select",
+):
+    """The numbers of one device, whatever the mesh."""
+    shape = _static(shape, "a random tensor")
+    dtype = tf.as_dtype(dtype)
+    if dtype == tf.int32 and maxval is not None:
+        return philox.integers(shape, seed, minval, maxval)
+    if not philox.supports(dtype):
+        _refuse_random(f"uniform numbers of dtype {dtype.name}")
+    maxval = 1 if maxval is None else maxval
+    minval, maxval = tf.cast(minval, dtype), tf.cast(maxval, dtype)
+    return philox.uniform(shape, seed, dtype) * (maxval - minval) + minval
+
+
+def stateless_normal(
+    original,
+    shape,
+    seed,
+    mean=0.0,
+    stddev=1.0,
+    dtype=tf.float32,
+    name=None,
+    alg="auto_select",
+):
+    """The numbers of one device, whatever the mesh."""
+    dtype = tf.as_dtype(dtype)
+    if dtype != tf.float32:
+        _refuse_random(f"normal numbers of dtype {dtype.name}")
+    shape = _static(shape, "a random tensor")
+    numbers = philox.normal(shape, seed, dtype)
+    return numbers * tf.cast(stddev, dtype) + tf.cast(mean, dtype)
+
+
+def stateless_dropout(
+    original,
+    x,
+    rate,
+    seed,
+    rng_alg="auto_select",
+    noise_shape=None,
+    name=None,
+):
+    """Masks of `stateless_uniform`, applied as TensorFlow does."""
+    x = tf.convert_to_tensor(x)
+    shape = tf.shape(x) if noise_shape is None else noise_shape
+    numbers = stateless_uniform(
+        None, _static(shape, "dropout"), seed, dtype=x.dtype
+    )
+    kept = numbers >= tf.cast(rate, x.dtype)
+    scaled = x * tf.cast(1 / (1 - rate), x.dtype)
+    return tf.where(kept, scaled, tf.zeros([], x.dtype))
+
+
+def _refuse_random(what):
+    raise NotImplementedError(
+        f"keras_tp has no rule for {what} under a distribution on TensorFlow: "
+        "DTensor's own would depend on the devices. Draw them in the data "
+        "pipeline and pass them to the model as an input, or use uniform "
+        "or normal numbers of float32."
+    )
+
+
+def _refused(name):
+    def rule(original, *args, **kwargs):
+        _refuse_random(f"`tf.random.{name}`")
+
+    return rule
+
+
+# --- recurrent layers -------------------------------------------------------
+
+
+def rnn(original, *args, **kwargs):
+    """Unrolled: DTensor has no expansion of the lists that a loop keeps."""
+    names = ("step_function", "inputs", "initial_states", "go_backwards")
+    names += ("mask", "constants", "unroll")
+    kwargs.update(zip(names, args))
+    kwargs["unroll"] = True
+    return original(**kwargs)
+
+
+def decline(original, *args, **kwargs):
+    """The layer then computes step by step."""
+    raise NotImplementedError
+
+
+_RNN = "keras.src.backend.tensorflow.rnn"
+_KERAS = ("keras.src.backend.tensorflow", "keras.src.backend")
+_MASKS = "random numbers are those of one device on every mesh"
+
+_RULES = [
+    ("tensorflow", "split", split, "DTensor cannot split a split dim"),
+    (
+        "keras.src.backend.tensorflow.numpy",
+        "split",
+        keras_split,
+        "DTensor cannot split a split dim",
+    ),
+    ("tensorflow", "unstack", unstack, "DTensor cannot unstack a split dim"),
+    ("tensorflow", "reverse", reverse, "DTensor has no ReverseV2"),
+    ("tensorflow", "roll", roll, "DTensor has no Roll"),
+    ("tensorflow", "scatter_nd", scatter_nd, "DTensor wants int32 indices"),
+    ("tensorflow:linalg", "band_part", band_part, "DTensor has none"),
+    ("tensorflow:linalg", "diag_part", diag_part, "DTensor has none"),
+    ("tensorflow:linalg", "diag", diag, "DTensor has none"),
+    *images.RULES,
+    ("tensorflow", "one_hot", one_hot, "DTensor wants whole indices"),
+    (
+        "tensorflow:nn.experimental",
+        "stateless_dropout",
+        stateless_dropout,
+        _MASKS,
+    ),
+    *(
+        ("tensorflow:random", name, rule, _MASKS)
+        for name, rule in {
+            "stateless_uniform": stateless_uniform,
+            "stateless_normal": stateless_normal,
+            "stateless_truncated_normal": _refused(
+                "stateless_truncated_normal"
+            ),
+            "stateless_categorical": _refused("stateless_categorical"),
+            "stateless_gamma": _refused("stateless_gamma"),
+            "stateless_binomial": _refused("stateless_binomial"),
+        }.items()
+    ),
+    *(
+        (owner, "rnn", rnn, "recurrent layers are unrolled")
+        for owner in (_RNN, *_KERAS)
+    ),
+    *(
+        (owner, name, decline, "the cells compute, not a fused kernel")
+        for name in ("lstm", "gru")
+        for owner in (_RNN, *_KERAS)
+    ),
+]
+
+TABLE = [
+    Hook(owner, name, _on_mesh(rule), why) for owner, name, rule, why in _RULES
+]

@@ -1,0 +1,234 @@
+"""Layers whose operations need a rule: the numbers of one device on a mesh."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from keras_tp import distribution as dist
+from keras_tp.backend.tensorflow import placement
+
+IMAGE = (6, 5, 8)
+SEQUENCE = (6, 8)
+VOLUME = (4, 5, 3, 4)
+
+# Name: what comes in, and the layer. Its input is split over the model axis.
+LAYERS = {
+    "conv1d": (SEQUENCE, lambda: layers.Conv1D(8, 3)),
+    "conv1d_causal": (
+        SEQUENCE,
+        lambda: layers.Conv1D(8, 3, padding="causal", dilation_rate=2),
+    ),
+    "conv2d": (IMAGE, lambda: layers.Conv2D(8, 3, strides=2, padding="same")),
+    "conv2d_groups": (IMAGE, lambda: layers.Conv2D(8, 2, groups=4)),
+    "conv2d_dilated": (
+        IMAGE,
+        lambda: layers.Conv2D(4, 2, dilation_rate=2, padding="same"),
+    ),
+    "conv3d": (VOLUME, lambda: layers.Conv3D(4, 2)),
+    "conv1d_transpose": (SEQUENCE, lambda: layers.Conv1DTranspose(4, 3)),
+    "conv2d_transpose": (
+        IMAGE,
+        lambda: layers.Conv2DTranspose(4, 3, strides=2),
+    ),
+    "depthwise_conv1d": (SEQUENCE, lambda: layers.DepthwiseConv1D(3)),
+    "depthwise_conv2d": (
+        IMAGE,
+        lambda: layers.DepthwiseConv2D(
+            3, strides=2, padding="same", depth_multiplier=2
+        ),
+    ),
+    "separable_conv2d": (IMAGE, lambda: layers.SeparableConv2D(8, 3)),
+    "max_pool1d": (SEQUENCE, lambda: layers.MaxPooling1D(2)),
+    "max_pool2d": (IMAGE, lambda: layers.MaxPooling2D(2, padding="same")),
+    "max_pool3d": (VOLUME, lambda: layers.MaxPooling3D(2)),
+    "average_pool2d": (IMAGE, lambda: layers.AveragePooling2D((3, 2))),
+    "average_pool1d": (
+        SEQUENCE,
+        lambda: layers.AveragePooling1D(4, 2, padding="same"),
+    ),
+    "adaptive_max_pool1d": (
+        SEQUENCE,
+        lambda: layers.AdaptiveMaxPooling1D(4),
+    ),
+    "global_max_pool2d": (IMAGE, lambda: layers.GlobalMaxPooling2D()),
+    "global_average_pool2d": (
+        IMAGE,
+        lambda: layers.GlobalAveragePooling2D(),
+    ),
+    "adaptive_average_pool2d": (
+        IMAGE,
+        lambda: layers.AdaptiveAveragePooling2D((3, 2)),
+    ),
+    "up_sampling2d": (IMAGE, lambda: layers.UpSampling2D(2)),
+    "zero_padding2d": (IMAGE, lambda: layers.ZeroPadding2D(1)),
+    "cropping2d": (IMAGE, lambda: layers.Cropping2D(1)),
+    "flatten": (IMAGE, lambda: layers.Flatten()),
+    "permute": (IMAGE, lambda: layers.Permute((3, 1, 2))),
+    "batch_normalization": (IMAGE, lambda: layers.BatchNormalization()),
+    "group_normalization": (IMAGE, lambda: layers.GroupNormalization(4)),
+    "layer_normalization": (IMAGE, lambda: layers.LayerNormalization()),
+    "rms_normalization": (IMAGE, lambda: layers.RMSNormalization()),
+    "unit_normalization": (IMAGE, lambda: layers.UnitNormalization()),
+    "spectral_normalization": (
+        SEQUENCE,
+        lambda: layers.SpectralNormalization(layers.Dense(4)),
+    ),
+    "softmax": (SEQUENCE, lambda: layers.Softmax()),
+    "prelu": (SEQUENCE, lambda: layers.PReLU()),
+    "dropout": (SEQUENCE, lambda: layers.Dropout(0.4)),
+    "spatial_dropout": (SEQUENCE, lambda: layers.SpatialDropout1D(0.4)),
+    "alpha_dropout": (SEQUENCE, lambda: layers.AlphaDropout(0.4)),
+    "gaussian_dropout": (SEQUENCE, lambda: layers.GaussianDropout(0.4)),
+    "gaussian_noise": (SEQUENCE, lambda: layers.GaussianNoise(0.4)),
+    "simple_rnn": (
+        SEQUENCE,
+        lambda: layers.SimpleRNN(8, return_sequences=True),
+    ),
+    "lstm": (SEQUENCE, lambda: layers.LSTM(8, go_backwards=True)),
+    "gru": (SEQUENCE, lambda: layers.GRU(8, dropout=0.3)),
+    "bidirectional": (
+        SEQUENCE,
+        lambda: layers.Bidirectional(layers.LSTM(4, return_sequences=True)),
+    ),
+    "time_distributed": (
+        SEQUENCE,
+        lambda: layers.TimeDistributed(layers.Dense(4)),
+    ),
+    "causal_attention": (
+        SEQUENCE,
+        lambda: SelfAttention(use_causal_mask=True),
+    ),
+    "reversed": (SEQUENCE, lambda: Function(lambda x: keras.ops.flip(x, 1))),
+    "reversed_features": (
+        SEQUENCE,
+        lambda: Function(lambda x: keras.ops.flip(x, -1)),
+    ),
+    "rolled": (SEQUENCE, lambda: Function(lambda x: keras.ops.roll(x, 3, -1))),
+    "split": (
+        SEQUENCE,
+        lambda: Function(
+            lambda x: (
+                keras.ops.split(x, [2, 6], -1)[1] * keras.ops.split(x, 2, -1)[1]
+            )
+        ),
+    ),
+    "unstacked": (
+        SEQUENCE,
+        lambda: Function(lambda x: sum(keras.ops.unstack(x, axis=-1))),
+    ),
+    "triangles": (
+        SEQUENCE,
+        lambda: Function(
+            lambda x: keras.ops.tril(x, 1) + 2 * keras.ops.triu(x, -2)
+        ),
+    ),
+    "diagonal": (
+        SEQUENCE,
+        lambda: Function(lambda x: keras.ops.diagonal(x, 0, 1, 2)),
+    ),
+    "sorted": (SEQUENCE, lambda: Function(lambda x: keras.ops.sort(x, -1))),
+    "cumulated": (
+        SEQUENCE,
+        lambda: Function(lambda x: keras.ops.cumsum(x, -1)),
+    ),
+    "one_hot": (
+        SEQUENCE,
+        lambda: Function(
+            lambda x: keras.ops.one_hot(keras.ops.argmax(x, -1), 8) * x
+        ),
+    ),
+}
+
+
+class Function(layers.Layer):
+    def __init__(self, function, **kwargs):
+        super().__init__(**kwargs)
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+class SelfAttention(layers.Layer):
+    def __init__(self, **arguments):
+        super().__init__()
+        self.inner = layers.MultiHeadAttention(2, 4)
+        self.arguments = arguments
+
+    def build(self, shape):
+        self.inner.build(shape, shape)
+
+    def call(self, x):
+        return self.inner(x, x, **self.arguments)
+
+
+def build(name):
+    keras.utils.set_random_seed(1)
+    shape, layer = LAYERS[name]
+    return keras.Sequential(
+        [
+            keras.Input((*shape[:-1], 3)),
+            layers.Dense(shape[-1], name="up"),
+            layer(),
+        ]
+    )
+
+
+def train(model):
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(4, *model.input_shape[1:])).astype("float32")
+    y = rng.normal(size=(4, *model.output_shape[1:])).astype("float32")
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    losses = model.fit(x, y, batch_size=4, epochs=3, verbose=0).history["loss"]
+    return losses, model.predict(x, verbose=0), model.get_weights()
+
+
+def distribution(shape=(2, 2), extra=None):
+    devices = dist.list_devices()[: shape[0] * shape[1]]
+    layout_map = dist.LayoutMap(
+        dist.DeviceMesh(shape, ["batch", "model"], devices)
+    )
+    layout_map[".*up/kernel"] = (None, "model")
+    for pattern, axes in (extra or {}).items():
+        layout_map[pattern] = axes
+    return dist.ModelParallel(layout_map=layout_map)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_on_split_features(name):
+    expected = train(build(name))
+    with distribution().scope():
+        model = build(name)
+    got = train(model)
+    assert dist.describe(model).rows[0].is_split
+    for a, b in zip(keras.tree.flatten(got), keras.tree.flatten(expected)):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_a_rule_needs_no_mesh_and_leaves_other_tensors_alone():
+    with distribution().scope():
+        x = tf.reshape(tf.range(24.0), (4, 6))
+        np.testing.assert_array_equal(tf.split(x, 2, 1)[1], x.numpy()[:, 3:])
+        np.testing.assert_array_equal(
+            tf.random.stateless_categorical(tf.ones((2, 3)), 4, (1, 2)).shape,
+            (2, 4),
+        )
+    assert placement.current_mesh() is None
+
+
+def test_random_numbers_without_a_rule_are_refused():
+    class Noise(layers.Layer):
+        def call(self, x):
+            noise = keras.random.truncated_normal(keras.ops.shape(x), seed=1)
+            return x + noise
+
+    with distribution().scope():
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(4, name="up"), Noise()]
+        )
+        with pytest.raises(NotImplementedError) as e:
+            model.predict(np.ones((4, 6)), verbose=0)
+    for text in ("stateless_truncated_normal", "data pipeline"):
+        assert text in str(e.value)

@@ -1,0 +1,127 @@
+"""TensorFlow's stateless random numbers, from operations DTensor can split.
+
+DTensor gives each device random numbers of its own, so that they depend on the
+mesh. Here the same generator, Philox 4x32 with 10 rounds (Salmon et al. 2011,
+section 5), is computed by arithmetic on int64, with TensorFlow's way of making
+key and counter from a seed: on any mesh the numbers are those of TensorFlow
+on one device. A number in each int64 is below 2**32.
+"""
+
+import math
+
+import numpy as np
+import tensorflow as tf
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+# The key that scrambles seeds, from TensorFlow's stateless_random_ops.
+_SEED_KEY = (0x3EC8F720, 0x02461E29)
+# Bits of the significand that TensorFlow fills with random ones.
+_RANDOM_BITS = {"float32": 23, "bfloat16": 7, "float16": 10}
+_SMALLEST = 1.0e-7
+
+
+def _int64(value):
+    return tf.constant(value, tf.int64)
+
+
+def _low(x):
+    return tf.bitwise.bitwise_and(x, _int64(_MASK))
+
+
+def _high(x):
+    # The shift copies the sign; the mask drops the copies.
+    return _low(tf.bitwise.right_shift(x, _int64(32)))
+
+
+def _generate(counter, key):
+    """Returns four int64 tensors for four of counters and two of keys."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    xor = tf.bitwise.bitwise_xor
+    for i in range(_ROUNDS):
+        if i:
+            k0 = _low(k0 + _int64(_WEYL[0]))
+            k1 = _low(k1 + _int64(_WEYL[1]))
+        # Of the product of 64 bits, which wraps, only the bits matter.
+        p0 = c0 * _int64(_MULTIPLIERS[0])
+        p1 = c2 * _int64(_MULTIPLIERS[1])
+        c0, c1, c2, c3 = (
+            xor(xor(_high(p1), c1), k0),
+            _low(p1),
+            xor(xor(_high(p0), c3), k1),
+            _low(p0),
+        )
+    return c0, c1, c2, c3
+
+
+def _blocks(seed, count):
+    """Returns `count` blocks of four random numbers of 32 bits."""
+    seed = tf.cast(tf.convert_to_tensor(seed), tf.int64)
+    mixed = _generate(
+        (_low(seed[0]), _high(seed[0]), _low(seed[1]), _high(seed[1])),
+        tuple(_int64(k) for k in _SEED_KEY),
+    )
+    index = tf.range(_int64(count), dtype=tf.int64)
+    zero = tf.zeros_like(index)
+    return _generate(
+        (_low(index), _high(index), zero + mixed[2], zero + mixed[3]),
+        mixed[:2],
+    )
+
+
+def _in_order(lanes, shape):
+    """Puts the lanes of all blocks one after the other."""
+    flat = tf.reshape(tf.stack(lanes, axis=-1), [-1])
+    return tf.reshape(flat[: math.prod(shape)], shape)
+
+
+def _unit(x, dtype):
+    """Returns numbers from 0 to 1, 1 excluded, of random bits."""
+    bits = _RANDOM_BITS[tf.as_dtype(dtype).name]
+    x = tf.bitwise.bitwise_and(x, _int64(2**bits - 1))
+    # Exact: the number has as many bits as the significand.
+    return tf.cast(x, dtype) * tf.constant(2.0**-bits, dtype)
+
+
+def supports(dtype):
+    """Returns whether numbers of a floating dtype can be made."""
+    return tf.as_dtype(dtype).name in _RANDOM_BITS
+
+
+def uniform(shape, seed, dtype):
+    """Returns what `tf.random.stateless_uniform` gives on one device.
+
+    Args:
+        shape: Tuple of ints.
+        seed: Integer tensor of two elements.
+        dtype: float32, float16 or bfloat16.
+    """
+    lanes = _blocks(seed, -(-math.prod(shape) // 4))
+    return _in_order([_unit(x, dtype) for x in lanes], shape)
+
+
+def integers(shape, seed, low, high):
+    """Returns int32 numbers from `low` to `high`, `high` excluded."""
+    lanes = _blocks(seed, -(-math.prod(shape) // 4))
+    low = tf.cast(low, tf.int64)
+    span = tf.cast(high, tf.int64) - low
+    lanes = [low + tf.math.floormod(x, span) for x in lanes]
+    return tf.cast(_in_order(lanes, shape), tf.int32)
+
+
+def normal(shape, seed, dtype):
+    """Returns what `tf.random.stateless_normal` gives on one device.
+
+    By the transform of Box and Muller (1958), as TensorFlow does it.
+    """
+    lanes = _blocks(seed, -(-math.prod(shape) // 4))
+    numbers = []
+    for a, b in (lanes[:2], lanes[2:]):
+        u = tf.maximum(_unit(a, tf.float32), _SMALLEST)
+        angle = _unit(b, tf.float32) * np.float32(2 * np.pi)
+        radius = tf.sqrt(-2.0 * tf.math.log(u))
+        numbers += [tf.sin(angle) * radius, tf.cos(angle) * radius]
+    return tf.cast(_in_order(numbers, shape), dtype)

@@ -1,0 +1,314 @@
+"""Values on the devices of a mesh, and back on the host."""
+
+import contextlib
+import threading
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+_state = threading.local()
+
+
+@contextlib.contextmanager
+def on_mesh(mesh, batch_axis=None):
+    """Runs operations on a mesh; a tensor that is no DTensor is replicated.
+
+    Args:
+        mesh: `dtensor.Mesh`.
+        batch_axis: String, mesh axis that splits batches, or `None`.
+    """
+    before = getattr(_state, "current", None)
+    _state.current = (mesh, batch_axis)
+    try:
+        with dtensor.default_mesh(mesh):
+            yield
+    finally:
+        _state.current = before
+
+
+@contextlib.contextmanager
+def off_mesh():
+    """Runs operations on the host, whatever mesh is entered."""
+    before = getattr(_state, "current", None)
+    _state.current = None
+    try:
+        with tf.init_scope(), tf.device("CPU:0"):
+            yield
+    finally:
+        _state.current = before
+
+
+def current_mesh():
+    """Returns the mesh that was entered by `on_mesh`, or `None`."""
+    current = getattr(_state, "current", None)
+    return current and current[0]
+
+
+def batch_axis():
+    """Returns the mesh axis that splits batches, or `None`."""
+    current = getattr(_state, "current", None)
+    return current and current[1]
+
+
+def is_dtensor(x):
+    """Returns whether `x` is an eager DTensor or a variable that holds one."""
+    if isinstance(x, dtensor.DVariable):
+        return True
+    if not isinstance(x, tf.Tensor) or not hasattr(x, "_handle_data"):
+        return False
+    return hasattr(x, "numpy") and dtensor.is_dtensor(x)
+
+
+def shard_slices(layout, shape, device_id):
+    """Returns the part of a tensor that one device of a mesh holds.
+
+    Args:
+        layout: `dtensor.Layout`.
+        shape: Tuple of ints, the shape of the whole tensor.
+        device_id: Int, global id of a device of the mesh.
+
+    Returns:
+        Tuple of `(start, stop)`, one for each dim.
+    """
+    mesh = layout.mesh
+    position = int(np.argmax(np.ravel(mesh.global_device_ids()) == device_id))
+    index = dict(
+        zip(mesh.dim_names, np.unravel_index(position, tuple(mesh.shape())))
+    )
+    slices = []
+    for size, axis in zip(shape, layout.sharding_specs):
+        if axis == dtensor.UNSHARDED:
+            slices.append((0, size))
+            continue
+        length = size // mesh.dim_size(axis)
+        start = int(index[axis]) * length
+        slices.append((start, start + length))
+    return tuple(slices)
+
+
+def place(value, layout):
+    """Puts a value on the devices of a mesh, or changes its layout.
+
+    Args:
+        value: Array, tensor or DTensor; a symbolic tensor while tracing.
+        layout: `dtensor.Layout` that divides the value.
+
+    Returns:
+        A DTensor of that layout.
+    """
+    if is_dtensor(value):
+        if dtensor.fetch_layout(value).mesh == layout.mesh:
+            return dtensor.relayout(value, layout)
+        value = read(value)
+    elif not tf.executing_eagerly():
+        return dtensor.relayout(tf.convert_to_tensor(value), layout)
+    if tf.is_tensor(value):
+        value = value.numpy()
+    value = np.asarray(value)
+    return place_parts(
+        lambda part: value[tuple(slice(*ends) for ends in part)],
+        value.shape,
+        layout,
+    )
+
+
+def place_parts(part_of, shape, layout):
+    """Puts a value on the devices of a mesh, part by part.
+
+    Args:
+        part_of: Callable that is given a tuple of `(start, stop)` for each dim
+            and returns that part of the value as an array.
+        shape: Tuple of ints, the shape of the whole value.
+        layout: `dtensor.Layout` that divides the shape.
+    """
+    made = {}
+    parts = []
+    with tf.init_scope(), tf.device("CPU:0"):
+        for device_id in layout.mesh.local_device_ids():
+            part = shard_slices(layout, shape, device_id)
+            if part not in made:
+                made[part] = tf.constant(part_of(part))
+            parts.append(made[part])
+        return dtensor.pack(parts, layout)
+
+
+def local_parts(tensor):
+    """Returns what this process's devices hold of a DTensor.
+
+    Args:
+        tensor: DTensor or `dtensor.DVariable`.
+
+    Returns:
+        List of `(device_id, slices, array)`; see `shard_slices`.
+    """
+    if isinstance(tensor, dtensor.DVariable):
+        tensor = tensor.read_value()
+    layout = dtensor.fetch_layout(tensor)
+    shape = tuple(tensor.shape)
+    return [
+        (device_id, shard_slices(layout, shape, device_id), part.numpy())
+        for device_id, part in zip(
+            layout.mesh.local_device_ids(), dtensor.unpack(tensor)
+        )
+    ]
+
+
+def read(tensor):
+    """Returns the whole of a DTensor or a `dtensor.DVariable` as an array."""
+    if isinstance(tensor, dtensor.DVariable):
+        tensor = tensor.read_value()
+    layout = dtensor.fetch_layout(tensor)
+    mesh = layout.mesh
+    if (
+        mesh.num_local_devices() < mesh.size
+        and not layout.is_fully_replicated()
+    ):
+        # Parts of it are in other processes.
+        replicated = dtensor.Layout.replicated(mesh, len(tensor.shape))
+        tensor = dtensor.relayout(tensor, replicated)
+        layout = replicated
+    if layout.is_fully_replicated():
+        return np.array(dtensor.unpack(tensor)[0].numpy())
+    whole = tuple((0, size) for size in tensor.shape)
+    return part_from(local_parts(tensor), whole)
+
+
+def part_from(parts, wanted):
+    """Puts one part of a tensor together from other parts of it.
+
+    Args:
+        parts: List of `(device_id, slices, array)`; see `local_parts`.
+        wanted: Tuple of `(start, stop)` for each dim.
+    """
+    shape = tuple(stop - start for start, stop in wanted)
+    result = np.empty(shape, parts[0][2].dtype)
+    seen = set()
+    for _, held, array in parts:
+        if held in seen:
+            continue
+        seen.add(held)
+        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, wanted)]
+        if any(start >= stop for start, stop in both):
+            continue
+        to = tuple(
+            slice(start - offset, stop - offset)
+            for (start, stop), (offset, _) in zip(both, wanted)
+        )
+        source = tuple(
+            slice(start - offset, stop - offset)
+            for (start, stop), (offset, _) in zip(both, held)
+        )
+        result[to] = array[source]
+    return result
+
+
+def to_host(value):
+    """Returns a DTensor as a plain tensor, and anything else as it is."""
+    if not is_dtensor(value):
+        return value
+    if dtensor.fetch_layout(value).is_fully_replicated():
+        # Does not wait for the value.
+        return dtensor.unpack(value)[0]
+    with tf.device("CPU:0"):
+        return tf.constant(read(value))
+
+
+def batch_layout(shape, mesh, axis):
+    """Returns the layout of a batch: replicated if the axis does not divide.
+
+    Args:
+        shape: Shape of the batch; unknown dims are `None`.
+        mesh: `dtensor.Mesh`.
+        axis: String, mesh axis that splits the first dim, or `None`.
+    """
+    specs = [dtensor.UNSHARDED] * len(shape)
+    if specs and axis is not None and shape[0] is not None:
+        if shape[0] % mesh.dim_size(axis) == 0:
+            specs[0] = axis
+    return dtensor.Layout(specs, mesh)
+
+
+def place_batch(batch, mesh, axis):
+    """Puts this process's part of a batch on the devices.
+
+    Args:
+        batch: Array, tensor or `None`, which is returned as it is.
+        mesh: `dtensor.Mesh`.
+        axis: String, mesh axis that splits the first dim, or `None`.
+
+    Returns:
+        A DTensor; replicated if the axis does not divide the batch.
+    """
+    if batch is None or isinstance(batch, tf.experimental.Optional):
+        return None
+    if isinstance(batch, (tf.SparseTensor, tf.RaggedTensor)):
+        raise ValueError(
+            "DTensor holds dense tensors only. Convert the data with "
+            "`tf.sparse.to_dense` or `to_tensor()`. Received: a "
+            f"{type(batch).__name__} of shape {batch.shape}"
+        )
+    if is_dtensor(batch):
+        return batch
+    if not tf.is_tensor(batch):
+        with tf.device("CPU:0"):
+            batch = tf.convert_to_tensor(batch)
+    if batch.dtype in (tf.string, tf.resource, tf.variant):
+        return batch
+    shape = list(batch.shape)
+    clients = dtensor.num_clients()
+    if clients == 1 or not shape:
+        return place(batch, batch_layout(shape, mesh, axis))
+    layout = batch_layout([shape[0] * clients, *shape[1:]], mesh, axis)
+    if layout.sharding_specs[:1] != [axis]:
+        raise ValueError(
+            "A batch that is fed by several processes must divide by the "
+            f"batch axis {axis!r} of size {mesh.dim_size(axis)}. Received: "
+            f"{shape[0]} samples in each of {clients} processes"
+        )
+    # The devices of a process hold consecutive parts of the global batch.
+    value = batch.numpy()
+    first = dtensor.client_id() * shape[0]
+    return place_parts(
+        lambda part: value[part[0][0] - first : part[0][1] - first],
+        (shape[0] * clients, *shape[1:]),
+        layout,
+    )
+
+
+def enter_mesh(value, mesh, axis):
+    """Places a batch; a gradient comes back as a plain tensor.
+
+    Args:
+        value: Array or tensor.
+        mesh: `dtensor.Mesh`.
+        axis: String, mesh axis that splits the first dim, or `None`.
+    """
+    if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
+        return place_batch(value, mesh, axis)
+
+    @tf.custom_gradient
+    def enter(x):
+        return place_batch(x, mesh, axis), to_host
+
+    return value if is_dtensor(value) else enter(value)
+
+
+def leave_mesh(value):
+    """Returns an eager DTensor as a plain tensor, which mixes with others.
+
+    A gradient that arrives at it goes on to the devices of the mesh.
+    """
+    if not isinstance(value, tf.Tensor) or not is_dtensor(value):
+        return value
+    layout = dtensor.fetch_layout(value)
+
+    @tf.custom_gradient
+    def leave(x):
+        return to_host(x), lambda dy: place(dy, layout)
+
+    plain = leave(value) if value.dtype.is_floating else to_host(value)
+    for name in ("_keras_mask", "_keras_logits"):
+        if getattr(value, name, None) is not None:
+            setattr(plain, name, leave_mesh(getattr(value, name)))
+    return plain

@@ -1,0 +1,253 @@
+"""The steps of `fit`, `evaluate` and `predict` on the devices of a mesh."""
+
+import contextlib
+import functools
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.common.keras_tensor import any_symbolic_tensors
+from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.distribution.distribution_lib import distribution
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from keras_tp.backend.tensorflow import errors
+from keras_tp.backend.tensorflow import placement
+from keras_tp.backend.tensorflow import variables
+
+
+def _mesh_and_axis(current):
+    return current.device_mesh.backend_mesh, current.batch_dim_name
+
+
+def place_data(data, current):
+    """Puts a structure of batches on the devices of a distribution."""
+    mesh, axis = _mesh_and_axis(current)
+    return tree.map_structure(
+        lambda batch: placement.place_batch(batch, mesh, axis), data
+    )
+
+
+def step_on_mesh(model, step):
+    """Returns a step function that runs on the current distribution's mesh.
+
+    Args:
+        model: A Keras model.
+        step: Callable, such as `model.train_step`, that is given a batch.
+
+    Returns:
+        Callable that is given a batch as the data pipeline yields it. What it
+        returns are plain tensors.
+    """
+    current = distribution()
+    mesh, axis = _mesh_and_axis(current)
+    if model.jit_compile and not model.run_eagerly:
+        raise ValueError(
+            "DTensor expands a step into one program for each device and "
+            "cannot hand it to XLA as a whole: compile model "
+            f"{model.name!r} with `jit_compile=False` to train it under a "
+            "distribution. Received: jit_compile=True"
+        )
+
+    @tf.autograph.experimental.do_not_convert
+    def one_step(data):
+        return step(data)
+
+    if not model.run_eagerly:
+        # Shapes stay known: the rules of operations need them, and a last
+        # batch of another size is traced once.
+        one_step = tf.function(one_step, reduce_retracing=False)
+
+    def run(data):
+        data = place_data(data, current)
+        with placement.on_mesh(mesh, axis), errors.explained(one_step):
+            outputs = one_step(data)
+        return tree.map_structure(placement.to_host, outputs)
+
+    return run
+
+
+def hook_make_function(original):
+    """The train and test functions."""
+
+    @functools.wraps(original)
+    def _make_function(self, step_function):
+        if distribution() is None:
+            return original(self, step_function)
+        run = step_on_mesh(self, step_function)
+
+        def function(iterator):
+            outputs = None
+            for _, data in zip(range(self.steps_per_execution), iterator):
+                outputs = run(data)
+            if outputs is None:
+                raise StopIteration
+            return outputs
+
+        return function
+
+    return _make_function
+
+
+def hook_make_predict_function(original):
+    """The predict function."""
+
+    @functools.wraps(original)
+    def make_predict_function(self, force=False):
+        if distribution() is None:
+            return original(self, force)
+        if self.predict_function is not None and not force:
+            return self.predict_function
+        run = step_on_mesh(self, self.predict_step)
+
+        def predict_function(data):
+            outputs = [run(batch) for batch in data]
+            if len(outputs) == 1:
+                return outputs[0]
+            return tree.map_structure(
+                lambda *parts: keras_trainer.concat(list(parts)), *outputs
+            )
+
+        self.predict_function = predict_function
+
+    return make_predict_function
+
+
+def hook_get_metrics_result(original):
+    """At the end of an epoch metrics are asked outside of any step."""
+
+    @functools.wraps(original)
+    def get_metrics_result(self):
+        current = distribution()
+        if (
+            current is None
+            or placement.current_mesh() is not None
+            or not tf.executing_eagerly()
+        ):
+            return original(self)
+        mesh, axis = _mesh_and_axis(current)
+        with placement.on_mesh(mesh, axis):
+            results = original(self)
+        return tree.map_structure(placement.to_host, results)
+
+    return get_metrics_result
+
+
+def hook_resolve_auto_jit_compile(original):
+    """`jit_compile="auto"` does not ask for XLA under a distribution."""
+
+    @functools.wraps(original)
+    def _resolve_auto_jit_compile(self):
+        return False if distribution() is not None else original(self)
+
+    return _resolve_auto_jit_compile
+
+
+def hook_maybe_symbolic_build(original):
+    """Builds everything before the first trace, as `tf.distribute` does."""
+
+    @functools.wraps(original)
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        if distribution() is None:
+            return original(self, iterator, data_batch)
+        if iterator is not None:
+            for _, _, batches in iterator:
+                data_batch = next(iter(batches))
+                break
+
+        def symbolic(x):
+            if x is None or isinstance(x, tf.experimental.Optional):
+                return None
+            return x if hasattr(x, "dtype") else tf.convert_to_tensor(x)
+
+        self._symbolic_build(
+            data_batch=tree.map_structure(symbolic, data_batch)
+        )
+
+    return _maybe_symbolic_build
+
+
+def hook_layer_call(original):
+    """The outermost eager call runs on the mesh that is set."""
+
+    @functools.wraps(original)
+    def __call__(self, *args, **kwargs):
+        current = distribution()
+        if (
+            current is None
+            or placement.current_mesh() is not None
+            or not tf.executing_eagerly()
+            or any_symbolic_tensors(args, kwargs)
+            or not _belongs_on_mesh(self, args, kwargs)
+        ):
+            return original(self, *args, **kwargs)
+
+        mesh, axis = _mesh_and_axis(current)
+
+        def placed(x):
+            if isinstance(x, tf.Variable) or hasattr(x, "_layout"):
+                return x
+            if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+                return x
+            return placement.enter_mesh(x, mesh, axis)
+
+        args, kwargs = tree.map_structure(placed, (args, kwargs))
+        with placement.on_mesh(mesh, axis), errors.explained():
+            outputs = original(self, *args, **kwargs)
+        # Plain and whole: what comes next knows of no mesh.
+        return tree.map_structure(placement.leave_mesh, outputs)
+
+    return __call__
+
+
+def _belongs_on_mesh(layer, args, kwargs):
+    if not layer.built or any(
+        variables.is_distributed(v) for v in layer.variables
+    ):
+        return True
+    return any(placement.is_dtensor(x) for x in tree.flatten((args, kwargs)))
+
+
+def generic_if_distributed(name):
+    """Returns a hook: Keras's backend-agnostic method on distributed slots.
+
+    TensorFlow's own goes through `tf.distribute`, which knows no DTensor.
+    """
+
+    def hook(original):
+        generic = getattr(BaseOptimizer, name)
+
+        @functools.wraps(original)
+        def method(self, *args, **kwargs):
+            if variables.is_distributed(self._iterations):
+                return generic(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
+
+        return method
+
+    return hook
+
+
+def hook_apply(original):
+    """Gradients of embeddings are made dense: a slot is split as they are."""
+
+    @functools.wraps(original)
+    def apply(self, grads, trainable_variables=None):
+        if not variables.is_distributed(self._iterations):
+            return original(self, grads, trainable_variables)
+        mesh = self._iterations._value.layout.mesh
+        inside = placement.current_mesh() is not None
+        eager_outside = tf.executing_eagerly() and not inside
+        with (
+            placement.on_mesh(mesh)
+            if eager_outside
+            else contextlib.nullcontext()
+        ):
+            grads = [
+                tf.convert_to_tensor(g)
+                if isinstance(g, tf.IndexedSlices)
+                else g
+                for g in grads
+            ]
+            return original(self, grads, trainable_variables)
+
+    return apply

@@ -1,0 +1,185 @@
+"""Keras variables whose value lies on the devices of a mesh."""
+
+import contextlib
+import functools
+
+import numpy as np
+import tensorflow as tf
+from keras.src.distribution.distribution_lib import distribution
+from keras.src.distribution.distribution_lib import set_distribution
+from tensorflow.experimental import dtensor
+
+from keras_tp.backend.tensorflow import placement
+
+
+class ShardedVariable(dtensor.DVariable):
+    """A `DVariable` that can be read wherever its parts are.
+
+    TensorFlow reads one only where each device holds all of it.
+    """
+
+    def numpy(self):
+        return placement.read(self)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(placement.read(self), dtype=dtype)
+
+
+def is_distributed(variable):
+    """Returns whether a Keras variable lies on the devices of a mesh."""
+    return isinstance(getattr(variable, "_value", None), dtensor.DVariable)
+
+
+def relayout(variable, layout):
+    """Moves a variable; see `distribution_lib.relayout_variable`."""
+    old = variable._value
+    shape = tuple(old.shape)
+    if isinstance(old, dtensor.DVariable):
+        parts = placement.local_parts(old)
+    else:
+        whole = tuple((0, size) for size in shape)
+        parts = [(0, whole, old.read_value().numpy())]
+    if layout is None:
+        whole = tuple((0, size) for size in shape)
+        with placement.off_mesh():
+            new = tf.Variable(
+                placement.part_from(parts, whole),
+                trainable=variable.trainable,
+                name=variable.name,
+            )
+    else:
+        new = _variable(
+            variable,
+            placement.place_parts(
+                lambda part: placement.part_from(parts, part),
+                shape,
+                layout.backend_layout,
+            ),
+        )
+    # An optimizer knows its variables by it.
+    new._unique_id = old._unique_id
+    variable._layout = layout
+    variable._value = new
+
+
+def _variable(variable, value):
+    mesh = dtensor.fetch_layout(value).mesh
+    with tf.init_scope(), dtensor.default_mesh(mesh):
+        return ShardedVariable(
+            value, trainable=variable.trainable, name=variable.name
+        )
+
+
+@contextlib.contextmanager
+def on_one_device(layer):
+    """Gives the variables of a layer plain values on one device for a while.
+
+    One device then holds all of it, which a SavedModel needs. What was
+    compiled for the mesh stays valid.
+    """
+    held = [v for v in layer.variables if is_distributed(v)]
+    kept = [(v, v._value, v._layout) for v in held]
+    before = distribution()
+    try:
+        for variable, value, _ in kept:
+            with placement.off_mesh():
+                variable._value = tf.Variable(
+                    placement.read(value),
+                    trainable=variable.trainable,
+                    name=variable.name,
+                )
+            variable._layout = None
+        set_distribution(None)
+        yield
+    finally:
+        set_distribution(before)
+        for variable, value, layout in kept:
+            variable._value, variable._layout = value, layout
+
+
+def hook_export(original):
+    """A SavedModel is that of one device."""
+
+    @functools.wraps(original)
+    def export(self, *args, **kwargs):
+        if not any(is_distributed(v) for v in self.variables):
+            return original(self, *args, **kwargs)
+        with on_one_device(self):
+            return original(self, *args, **kwargs)
+
+    return export
+
+
+def hook_initialize(original):
+    """`_initialize`: each device gets its part of the value."""
+
+    @functools.wraps(original)
+    def _initialize(self, value):
+        current = distribution()
+        if isinstance(value, tf.Variable) or (
+            current is None and self._layout is None
+        ):
+            return original(self, value)
+        with placement.off_mesh():
+            # On the host, so that the values are those of one device; all of
+            # one variable is in the host's memory for that long.
+            value = value() if callable(value) else value
+            if placement.is_dtensor(value):
+                value = placement.read(value)
+            value = tf.cast(value, self._dtype)
+            self._shape = self._validate_shape(value.shape)
+            if self._layout is None:
+                self._layout = current.get_variable_layout(self)
+            placed = placement.place(value, self._layout.backend_layout)
+        self._value = _variable(self, placed)
+
+    return _initialize
+
+
+def hook_direct_assign(original):
+    """What is assigned gets the layout of the variable."""
+
+    @functools.wraps(original)
+    def _direct_assign(self, value):
+        if not is_distributed(self):
+            return original(self, value)
+        layout = self._value.layout
+        if tf.executing_eagerly():
+            if not placement.is_dtensor(value):
+                with tf.device("CPU:0"):
+                    value = tf.cast(value, self._value.dtype)
+            value = placement.place(value, layout)
+        value = tf.cast(value, self._value.dtype)
+        with dtensor.default_mesh(layout.mesh):
+            self._value.assign(value)
+
+    return _direct_assign
+
+
+def hook_assign_change(original):
+    """`assign_add` and `assign_sub`: a plain value is placed first."""
+
+    @functools.wraps(original)
+    def assign_change(self, value):
+        if not is_distributed(self) or not tf.executing_eagerly():
+            return original(self, value)
+        layout = self._value.layout
+        if getattr(value, "shape", ()) == tuple(self.shape):
+            value = placement.place(getattr(value, "_value", value), layout)
+        with dtensor.default_mesh(layout.mesh):
+            return original(self, value)
+
+    return assign_change
+
+
+def hook_convert_to_numpy(original):
+    """The parts of a tensor are put together on the host."""
+
+    @functools.wraps(original)
+    def convert_to_numpy(x):
+        value = getattr(x, "_value", x)
+        if placement.is_dtensor(value):
+            return placement.read(value)
+        return original(x)
+
+    return convert_to_numpy
