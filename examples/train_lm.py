@@ -28,8 +28,9 @@ import time
 # suits them. That of `mini`, the default, and the default number of steps are
 # such that rounding stays rounding: the losses on any mesh are those of one
 # device all along. Over a longer run, or at a higher rate, training itself
-# amplifies the last bit, as it does between any two machines. `opt-125m` is OPT-125M with bytes for tokens: its blocks and its
-# learning rate (https://arxiv.org/abs/2205.01068, table 1).
+# amplifies the last bit, as it does between any two machines. `opt-125m` is
+# OPT-125M with bytes for tokens: its blocks and its learning rate
+# (https://arxiv.org/abs/2205.01068, table 1).
 SIZES = {
     "tiny": (2, 64, 4, 256, 1e-3),
     "mini": (2, 128, 8, 512, 5e-4),
