@@ -91,7 +91,6 @@ def scope_of(value):
 def check_model(model):
     """Has the current distribution check a built model, once."""
     current = distribution()
-    # A weak hold is not needed: it is the model's own distribution.
     if current is None or not model.weights:
         return
     if getattr(model, "_checked_distribution", None) is current:
