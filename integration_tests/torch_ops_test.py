@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from keras_tp import distribution
 from keras_tp.backend.torch import ops
 from keras_tp.backend.torch import placement
+from keras_tp.backend.torch.collectives import CollectiveCounter
 
 M = "model"
 
@@ -225,6 +226,51 @@ LAST = {
 @pytest.mark.parametrize("name", LAST)
 def test_operations_along_a_split_dim(name, mesh):
     check(LAST[name], [randn(4, 8)], [(None, M)], mesh)
+
+
+# -100 is what torch's losses leave out.
+CLASSES = torch.tensor([[5, 0, 7, -100], [2, 3, 4, 6]])
+OF_CLASSES = {
+    "softmax": lambda x: x.softmax(1),
+    "log_softmax": lambda x: x.log_softmax(1),
+    "cross_entropy": lambda x: F.cross_entropy(x, CLASSES, reduction="none"),
+    "argmax": lambda x: x.argmax(1),
+    "argmax_keepdim": lambda x: x.argmax(1, keepdim=True),
+    "first_of_equals": lambda x: x.round().argmax(1),
+}
+
+
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_split_classes_are_not_gathered(name, mesh):
+    with CollectiveCounter() as counter:
+        check(OF_CLASSES[name], [3 * randn(2, 8, 4)], [(None, M, None)], mesh)
+    _, bytes_gathered = counter.total["all_gather"]
+    # The test itself gathers the result and its gradient.
+    if name.startswith("argmax") or name == "first_of_equals":
+        # A candidate of each process, and its class: 4 and 8 bytes.
+        assert bytes_gathered == 2 * 4 * mesh.shape[1] * 12
+    else:
+        of_logits = 2 * 8 * 4 * 4
+        gathered = 1 if name == "cross_entropy" else 2
+        assert bytes_gathered == gathered * of_logits
+        assert counter.total["all_reduce"][0] == 3 + (name == "cross_entropy")
+
+
+def test_the_mean_of_a_loss_over_split_classes(mesh):
+    check(
+        lambda x: F.cross_entropy(x, CLASSES),
+        [randn(2, 8, 4)],
+        [(None, M, None)],
+        mesh,
+    )
+
+
+def test_a_target_that_is_no_class_is_an_error(mesh):
+    x = distribution.distribute_tensor(
+        randn(2, 8), distribution.TensorLayout((None, M), mesh)
+    )
+    with pytest.raises(RuntimeError, match="not one of the 8 classes"):
+        F.cross_entropy(x, torch.tensor([1, 8]), reduction="none")
 
 
 @pytest.mark.parametrize(

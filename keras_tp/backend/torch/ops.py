@@ -12,10 +12,10 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
+from keras_tp.backend.torch import ops_classes
 from keras_tp.backend.torch import ops_nn
 from keras_tp.backend.torch import ops_random
 from keras_tp.backend.torch import parts
-from keras_tp.backend.torch import placement
 
 aten = torch.ops.aten
 
@@ -128,35 +128,13 @@ def handler_table():
     handlers = {str(op): handler for op, handler in _HANDLERS.items()}
     for names in REPLICATED.values():
         for name in names:
-            handlers[f"aten.{name}"] = replicated
+            handlers[f"aten.{name}"] = parts.replicated
     return handlers
 
 
 def _operation(name):
     _, packet, overload = name.split(".")
     return getattr(getattr(aten, packet), overload)
-
-
-def replicated(op, args, kwargs):
-    """Runs an operation whole on every process.
-
-    Args:
-        op: ATen operation that writes to none of its arguments.
-        args: Tuple of its arguments, DTensors among them.
-        kwargs: Dict of its keyword arguments.
-
-    Returns:
-        What the operation returns, with replicated DTensors.
-    """
-    mesh = parts.mesh_of(args, kwargs)
-    args, kwargs = pytree.tree_map_only(
-        DTensor, placement.to_full, (args, kwargs)
-    )
-    return pytree.tree_map_only(
-        torch.Tensor,
-        lambda result: placement.replicate(result, mesh),
-        op(*args, **kwargs),
-    )
 
 
 def along_dim(op, args, kwargs):
@@ -200,7 +178,7 @@ def loss(op, args, kwargs):
     alike = all(t.shape == shape for t in tensors)
     # 0 stands for "none".
     if given.get("reduction", 1) != 0 or not alike:
-        return replicated(op, args, kwargs)
+        return parts.replicated(op, args, kwargs)
     mesh = parts.mesh_of(args, kwargs)
     first = next(t for t in tensors if isinstance(t, DTensor))
     placements = [p if p.is_shard() else Replicate() for p in first.placements]
@@ -218,7 +196,7 @@ def index(op, args, kwargs):
         torch.is_tensor(i) and i.dtype in (torch.bool, torch.uint8)
         for i in args[1]
     ):
-        return replicated(op, args, kwargs)
+        return parts.replicated(op, args, kwargs)
     return _own_way(op, args, kwargs)
 
 
@@ -250,6 +228,15 @@ _HANDLERS = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
         ops_nn.cpu_attention_backward
     ),
+    aten._softmax.default: ops_classes.softmax,
+    aten._softmax_backward_data.default: ops_classes.softmax_backward,
+    aten._log_softmax.default: ops_classes.softmax,
+    aten._log_softmax_backward_data.default: ops_classes.softmax_backward,
+    aten.nll_loss_forward.default: ops_classes.class_loss,
+    aten.nll_loss_backward.default: ops_classes.class_loss_backward,
+    aten.nll_loss2d_forward.default: ops_classes.class_loss,
+    aten.nll_loss2d_backward.default: ops_classes.class_loss_backward,
+    aten.argmax.default: ops_classes.argmax,
     aten.bernoulli_.float: ops_random.random_in_place,
     aten.bernoulli_.Tensor: ops_random.random_in_place,
     aten.normal_.default: ops_random.random_in_place,

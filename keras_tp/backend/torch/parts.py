@@ -11,6 +11,8 @@ from torch.distributed.tensor._utils import (
 )
 from torch.utils import _pytree as pytree
 
+from keras_tp.backend.torch import placement
+
 
 def mesh_of(args, kwargs):
     """Returns the mesh of the first DTensor among the arguments."""
@@ -59,3 +61,25 @@ def settled_parts(local, mesh, placements):
     result = wrap_parts(local, mesh, placements)
     whole = [Replicate() if p.is_partial() else p for p in placements]
     return result.redistribute(placements=whole)
+
+
+def replicated(op, args, kwargs):
+    """Runs an operation whole on every process.
+
+    Args:
+        op: ATen operation that writes to none of its arguments.
+        args: Tuple of its arguments, DTensors among them.
+        kwargs: Dict of its keyword arguments.
+
+    Returns:
+        What the operation returns, with replicated DTensors.
+    """
+    mesh = mesh_of(args, kwargs)
+    args, kwargs = pytree.tree_map_only(
+        DTensor, placement.to_full, (args, kwargs)
+    )
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda result: placement.replicate(result, mesh),
+        op(*args, **kwargs),
+    )
