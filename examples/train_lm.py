@@ -8,6 +8,7 @@ itself on the devices it is asked for:
 
     python examples/train_lm.py --devices 4
     python examples/train_lm.py --mesh 2x2
+    python examples/train_lm.py --backend torch --devices 2
     python examples/train_lm.py --devices 1
 
 The last one is plain Keras, without any distribution, and gives the same
@@ -54,7 +55,7 @@ def parse_options():
     add("--mesh", help="batch x model, such as 2x2; by default 1 x devices")
     add(
         "--backend",
-        choices=["jax"],
+        choices=["jax", "tensorflow", "torch"],
         default="jax",
         help="Keras's backend (%(default)s)",
     )
@@ -118,6 +119,10 @@ def parse_options():
 
 
 OPTIONS = parse_options()
+
+# torch runs this script in one process per device. All of them do everything;
+# the first alone prints and writes.
+FIRST_PROCESS = os.environ.get("RANK", "0") == "0"
 
 # Keras reads its backend, and TensorFlow (which KerasHub imports for its
 # tokenizers) how much to log, when they are imported.
@@ -335,10 +340,11 @@ def main(options):
     val_starts = np.linspace(0, len(held_out) - length - 1, 512).astype(int)
     val_x, val_y = inputs_and_targets(held_out, val_starts, length)
 
-    print(
-        f"OPT {options.size}: {model.count_params():,} parameters, on "
-        f"{options.devices} device(s), mesh {options.mesh} (batch, model)"
-    )
+    if FIRST_PROCESS:
+        print(
+            f"OPT {options.size}: {model.count_params():,} parameters, on "
+            f"{options.devices} device(s), mesh {options.mesh} (batch, model)"
+        )
     log = LossLog()
     # Bars that can be redrawn, or a line for each epoch in a file.
     verbose = 1 if sys.stdout.isatty() else 2
@@ -365,8 +371,11 @@ def main(options):
     counts = keras_tp.distribution.count_collectives(
         model, first, y[: options.batch_size]
     )
+    report = keras_tp.distribution.describe(model)
+    if not FIRST_PROCESS:
+        return
 
-    print(keras_tp.distribution.describe(model))
+    print(report)
     Console(width=120).print(collectives_table(counts))
     print(
         f"Validation loss on held-out files: {val_loss:.4f} nats per byte\n"

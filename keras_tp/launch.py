@@ -13,6 +13,8 @@ def main(argv=None):
     """
     parser = argparse.ArgumentParser(
         prog="python -m keras_tp.launch",
+        # A script may have options that begin like these.
+        allow_abbrev=False,
         description=(
             "Runs a script on several devices of this machine: virtual CPU "
             "devices in one process where there is no accelerator and the "

@@ -13,4 +13,11 @@ def launch(device_count, argv):
         device_count: Int, number of processes.
         argv: List of strings: the script and its arguments.
     """
-    run.main(["--standalone", "--nproc-per-node", str(device_count), *argv])
+    script, *arguments = argv
+    options = run.get_args_parser().parse_args(
+        ["--standalone", "--nproc-per-node", str(device_count), script]
+    )
+    # Not parsed: torchrun's parser takes a `--log` of the script for an
+    # abbreviation of its own options.
+    options.training_script_args = arguments
+    run.run(options)
