@@ -1,33 +1,35 @@
 #!/usr/bin/env bash
-# Runs the linter and the tests of one backend (KERAS_BACKEND; JAX by default)
-# in an environment of its own. Arguments go to pytest, in place of the tests
-# that are run otherwise:
+# Runs the linter and the tests of all three backends, one after the other, in
+# an environment of its own. KERAS_BACKEND picks one of them; arguments go to
+# pytest, in place of the tests that are run otherwise (on JAX by default):
 #
 #   bash shell/test.sh
-#   bash shell/test.sh keras_tp/distribution -k layout
 #   KERAS_BACKEND=torch bash shell/test.sh
+#   bash shell/test.sh keras_tp/distribution -k layout
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-export KERAS_BACKEND=${KERAS_BACKEND:-jax}
+make_environment .venv-test jax,tensorflow,torch,hub,test
 export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-3}
-export XLA_FLAGS=${XLA_FLAGS:---xla_force_host_platform_device_count=8}
-case $KERAS_BACKEND in
-torch)
-    make_environment .venv-torch torch,hub,test
-    tests=(keras_tp/backend integration_tests/torch_processes_test.py)
-    # One process per device: threads of several would fight for the cores.
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    ;;
-tensorflow)
-    make_environment .venv-test jax,hub,test
-    tests=(keras_tp/backend integration_tests/parity_test.py)
-    ;;
-*)
-    make_environment .venv-test jax,hub,test
-    tests=(keras_tp integration_tests)
-    ;;
-esac
+
+test_backend() {
+    echo "== $1"
+    local settings=(KERAS_BACKEND="$1")
+    # One process per device: the threads of several would fight for the cores.
+    [ "$1" != torch ] || settings+=(OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}")
+    env "${settings[@]}" "$PYTHON" -m pytest "${@:2}"
+}
+
+if [ $# -gt 0 ]; then
+    test_backend "${KERAS_BACKEND:-jax}" "$@"
+    exit
+fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-[ $# -gt 0 ] || set -- "${tests[@]}"
-exec "$PYTHON" -m pytest "$@"
+failed=()
+for backend in ${KERAS_BACKEND:-jax tensorflow torch}; do
+    test_backend "$backend" keras_tp integration_tests || failed+=("$backend")
+done
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "Tests failed on: ${failed[*]}" >&2
+    exit 1
+fi

@@ -1,0 +1,366 @@
+"""Removes each hook and each collective in turn; prints the test that fails.
+
+    KERAS_BACKEND=torch python integration_tests/removals.py
+    KERAS_BACKEND=tensorflow python integration_tests/removals.py -k images
+    KERAS_BACKEND=jax python integration_tests/removals.py
+
+First the tests run once, and what each of them reaches is noted: rows of the
+hook tables, and calls of our code that communicate. Then one thing after the
+other is left out, and tests that reached it run until one fails. Something
+whose absence no test notices is a hole in the tests, and exit status 1.
+
+Only what keras_tp does itself can be removed: the collectives that XLA, or
+DTensor's expansion on TensorFlow, inserts into a program are not calls.
+"""
+
+import argparse
+import collections
+import contextlib
+import functools
+import inspect
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+# Backend -> files, and what of them runs; the quick tests of each kind.
+TESTS = {
+    "jax": (
+        "keras_tp/distribution",
+        "keras_tp/backend/jax",
+        "integration_tests/bad_input_test.py",
+        "integration_tests/saving_test.py",
+        "integration_tests/residence_test.py",
+        "integration_tests/training_test.py",
+    ),
+    "tensorflow": (
+        "keras_tp/backend/tensorflow",
+        "keras_tp/distribution",
+        "integration_tests/bad_input_test.py",
+        "integration_tests/saving_test.py",
+        "integration_tests/training_test.py",
+    ),
+    "torch": (
+        "integration_tests/torch_ops_test.py",
+        "integration_tests/collectives_test.py",
+        "integration_tests/bad_input_test.py",
+        "integration_tests/saving_test.py",
+        "integration_tests/training_test.py",
+        "integration_tests/parity_test.py",
+    ),
+}
+# Of the tests that reach something, those that reach the least else.
+CANDIDATES = 8
+# Seconds that one process waits for the others at the end of a test.
+PATIENCE = 120
+
+
+class Switchboard:
+    """Stands between what keras_tp does and Keras, as a plugin of pytest.
+
+    Attributes:
+        removed: String, what is left out now; `None` while noting.
+        reached: Dict of what can be removed to the ids of the tests that
+            reached it and passed.
+    """
+
+    def __init__(self):
+        self.removed = None
+        self.reached = collections.defaultdict(list)
+        self.durations = {}
+        self.failure = None
+        self._now = set()
+
+    def note(self, name):
+        self._now.add(name)
+
+    def pytest_runtest_setup(self, item):
+        self._now.clear()
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed:
+            for name in self._now:
+                self.reached[name].append(report.nodeid)
+        if report.failed and self.failure is None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message if crash else str(report.longrepr)
+            self.failure = message.strip().splitlines()[0][:120]
+
+    def install(self, original):
+        """Wraps `hooks.install`: rows are noted, or left out."""
+
+        def row(hook, name):
+            def replace(found):
+                new = hook.replace(found)
+                if not inspect.isfunction(new):
+                    # A module or a value: who installs it has reached it.
+                    self.note(name)
+                    return new
+
+                @functools.wraps(new)
+                def noted(*args, **kwargs):
+                    self.note(name)
+                    return new(*args, **kwargs)
+
+                return noted
+
+            return hook._replace(replace=replace)
+
+        def install(table):
+            # A table may have several rows of one attribute.
+            count = collections.Counter()
+            rows = []
+            for hook in table:
+                name = f"hook {hook.owner}.{hook.attribute}"
+                count[name] += 1
+                if count[name] > 1:
+                    name += f" ({count[name]})"
+                if self.removed is None:
+                    rows.append(row(hook, name))
+                elif self.removed != name:
+                    rows.append(hook)
+            return original(rows)
+
+        return install
+
+    def communicate(self, original, without):
+        """Wraps a function that communicates, at each of its callers.
+
+        Args:
+            original: Callable.
+            without: Callable with the same arguments: the result, with each
+                device keeping to itself. `NotImplemented` where nothing would
+                be communicated.
+        """
+
+        @functools.wraps(original)
+        def call(*args, **kwargs):
+            name = f"collective in {_caller()}"
+            if self.removed is None or self.removed == name:
+                alone = without(*args, **kwargs)
+                if alone is not NotImplemented:
+                    if self.removed == name:
+                        return alone
+                    self.note(name)
+            return original(*args, **kwargs)
+
+        return call
+
+
+def _caller():
+    """Returns the function of keras_tp that is being run."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("keras_tp.backend."):
+            return f"{module}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "the gradient, or an operation of DTensor"
+
+
+def watch(board, backend):
+    """Puts the switchboard in place.
+
+    Args:
+        board: `Switchboard`.
+        backend: String, name of Keras's backend.
+    """
+    from keras_tp.backend import hooks
+
+    hooks.install = board.install(hooks.install)
+    if backend == "torch":
+        import torch
+        from torch.distributed.tensor import _dispatch
+        from torch.distributed.tensor import _redistribute
+
+        def without(local, current, target, **kwargs):
+            changed = False
+            for dim, (a, b) in enumerate(
+                zip(current.placements, target.placements)
+            ):
+                if a == b or a.is_replicate():
+                    continue
+                if a.is_shard() and b.is_replicate():
+                    size = current.mesh.size(dim)
+                    local = torch.cat([local] * size, a.dim)
+                elif not (a.is_partial() and b.is_replicate()):
+                    return NotImplemented
+                changed = True
+            return local if changed else NotImplemented
+
+        for module in (_dispatch, _redistribute):
+            module.redistribute_local_tensor = board.communicate(
+                module.redistribute_local_tensor, without
+            )
+    elif backend == "tensorflow":
+        from tensorflow.experimental import dtensor
+
+        dtensor.relayout = board.communicate(
+            dtensor.relayout, lambda tensor, layout, name=None: tensor
+        )
+
+
+def run_pytest(board, arguments):
+    """Runs pytest in this process; returns whether all tests passed."""
+    import pytest
+
+    board.failure = None
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = pytest.main(
+            [
+                *("-q", "--tb=short", "-p", "no:cacheprovider"),
+                *("-p", "integration_tests.torch_ranks"),
+                *arguments,
+            ],
+            plugins=[board],
+        )
+    return code == 0
+
+
+def agreed(folder, step, outcome):
+    """Tells the other processes of a run how a test ended here.
+
+    Returns:
+        String, how it failed in the first process in which it did; empty if
+        it passed in all of them.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    index = os.environ.get("RANK", "0")
+    mine = folder / f"step_{step}_{index}"
+    mine.with_suffix(".part").write_text(outcome)
+    mine.with_suffix(".part").rename(mine)
+    until = time.monotonic() + PATIENCE
+    others = [folder / f"step_{step}_{i}" for i in range(count)]
+    while not all(path.exists() for path in others):
+        if time.monotonic() > until:
+            sys.exit("the processes of the run fell out of step")
+        time.sleep(0.02)
+    return next((t for t in (p.read_text() for p in others) if t), "")
+
+
+def candidates(reached):
+    """Returns a dict of what can be removed to the tests to try."""
+    breadth = collections.Counter(
+        test for tests in reached.values() for test in tests
+    )
+    return {
+        name: sorted(set(tests), key=lambda t: (breadth[t], t))[:CANDIDATES]
+        for name, tests in reached.items()
+    }
+
+
+def child(options):
+    """Notes, then removes what is not in the folder's results yet."""
+    backend = os.environ["KERAS_BACKEND"]
+    folder = pathlib.Path(options.folder)
+    first = os.environ.get("RANK", "0") == "0"
+    board = Switchboard()
+    watch(board, backend)
+    notes = folder / "reached.json"
+    if not notes.exists():
+        run_pytest(board, options.tests or TESTS[backend])
+        agreed(folder, "notes", "")
+        if first:
+            notes.with_suffix(".part").write_text(json.dumps(board.reached))
+            notes.with_suffix(".part").rename(notes)
+        agreed(folder, "noted", "")
+    tests = candidates(json.loads(notes.read_text()))
+    results = folder / "results.jsonl"
+    done = [
+        json.loads(line)["name"] for line in results.read_text().splitlines()
+    ]
+    agreed(folder, f"start_{len(done)}", "")
+    for name in sorted(tests):
+        if options.k not in name or name in done:
+            continue
+        board.removed = name
+        found = {"name": name, "test": "", "error": ""}
+        if first:
+            # What stands here if the run ends with it.
+            (folder / "now").write_text(json.dumps({**found, "test": "?"}))
+        for index, test in enumerate(tests[name]):
+            passed = run_pytest(board, [test])
+            outcome = "" if passed else str(board.failure or "failed")
+            step = f"{len(done)}_{index}"
+            outcome = agreed(folder, step, outcome)
+            if outcome:
+                found.update(test=test, error=outcome)
+                break
+        done.append(name)
+        if first:
+            with results.open("a") as file:
+                print(json.dumps(found), file=file)
+        agreed(folder, f"end_{len(done)}", "")
+
+
+def parent(options):
+    """Starts runs until everything was removed once; prints a table."""
+    backend = os.environ.setdefault("KERAS_BACKEND", "jax")
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="keras_tp_removals_"))
+    (folder / "results.jsonl").touch()
+    command = [sys.executable]
+    if backend == "torch":
+        command += ["-m", "keras_tp.launch", "--devices", str(options.devices)]
+    command += [__file__, "--folder", str(folder), "-k", options.k]
+    command += options.tests
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "KERAS_TP_RANK_FOLDER": str(folder / "ranks"),
+    }
+    while True:
+        before = (folder / "results.jsonl").read_text()
+        for path in folder.glob("step_*"):
+            path.unlink()
+        ended = subprocess.run(
+            command, env=env, cwd=ROOT, capture_output=True, text=True
+        )
+        if ended.returncode == 0:
+            break
+        now = folder / "now"
+        if not now.exists():
+            sys.exit(ended.stdout[-3000:] + ended.stderr[-3000:])
+        found = json.loads(now.read_text())
+        found["error"] = "ends, or stops, the whole run"
+        done = [json.loads(line)["name"] for line in before.splitlines()]
+        if found["name"] not in done:
+            with (folder / "results.jsonl").open("a") as file:
+                print(json.dumps(found), file=file)
+        now.unlink()
+    lines = (folder / "results.jsonl").read_text().splitlines()
+    return report([json.loads(line) for line in lines])
+
+
+def report(results):
+    """Prints a table of Markdown; returns how many removals went unnoticed."""
+    print("| removed | first test that fails | how |\n|---|---|---|")
+    for found in sorted(results, key=lambda found: found["name"]):
+        test = found["test"] or "**none**"
+        error = found["error"].replace("|", "\\|")
+        print(f"| {found['name']} | {test} | {error} |")
+    return sum(not found["test"] for found in results)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("tests", nargs="*", help="files, in place of the backend's own")
+    add("-k", default="", help="only what has this in its name")
+    add("--devices", type=int, default=2, help="processes of torch")
+    add("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.folder:
+        child(options)
+    else:
+        sys.exit(1 if parent(options) else 0)
+
+
+if __name__ == "__main__":
+    main()
