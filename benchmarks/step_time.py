@@ -24,7 +24,7 @@ import pathlib
 import platform
 import sys
 
-BACKENDS = ("jax",)
+BACKENDS = ("jax", "torch")
 # Of `decoder.py`, which cannot be imported before the backend is chosen.
 HEAD_SIZE = 32
 
@@ -127,13 +127,12 @@ def report(options, times):
         times: What `run_turns` returned.
     """
     medians = {name: float(np.median(t)) for name, t in times.items()}
-    table = Table(
-        title=(
-            f"Train step, {options.backend}, {options.devices} devices, "
-            f"{options.layers} layers of {options.hidden}, "
-            f"{options.rounds} turns of {options.steps} steps"
-        )
+    print(
+        f"Train step, {options.backend}, {options.devices} devices, "
+        f"{options.layers} layers of {options.hidden}, "
+        f"{options.rounds} turns of {options.steps} steps"
     )
+    table = Table()
     table.add_column("")
     for heading in ("median ms", "fastest ms", "slowest ms"):
         table.add_column(heading, justify="right")
