@@ -22,6 +22,7 @@ RANKS = str(HERE / "torch_ranks.py")
 SHARED = {
     "torch_ops_test.py": "",
     "torch_models_test.py": "",
+    "torch_shards_test.py": "",
     "parity_test.py": "",
     # Keras on torch takes a batch more from the data where the metrics are
     # not built yet, and the loader draws its seed then: counting, which

@@ -11,8 +11,10 @@ from keras.src.distribution.distribution_lib import distribution
 from torch.distributed.tensor import DTensor
 
 from keras_tp.backend.hooks import Hook
+from keras_tp.backend.torch import contractions
 from keras_tp.backend.torch import ops
 from keras_tp.backend.torch import ops_nn
+from keras_tp.backend.torch import optimizers
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
 from keras_tp.backend.torch import saving
@@ -139,16 +141,6 @@ def _hook_operation_call(original):
         return outputs
 
     return __call__
-
-
-def _hook_contraction(original):
-    """Sums are added up before something is made of each part of them."""
-
-    @functools.wraps(original)
-    def contraction(*args, **kwargs):
-        return placement.settled(original(*args, **kwargs))
-
-    return contraction
 
 
 def _hook_make_function(attribute):
@@ -325,10 +317,14 @@ TABLE = [
         Hook(
             "torch",
             name,
-            _hook_contraction,
+            replacement,
             "a split sum is added up once, before a bias or a gate",
         )
-        for name in ("einsum", "matmul", "tensordot")
+        for name, replacement in (
+            ("einsum", contractions.einsum),
+            ("matmul", contractions.matmul),
+            ("tensordot", contractions.settled),
+        )
     ),
     *(
         Hook(
@@ -372,6 +368,13 @@ TABLE = [
         "__setitem__",
         saving.store_once,
         "processes that do not write keep no copy of the model",
+    ),
+    Hook(
+        "keras.src.backend.torch.optimizers.torch_parallel_optimizer:"
+        "TorchParallelOptimizer",
+        "_backend_update_step",
+        optimizers.update_shards,
+        "each process updates its shards, without DTensor's dispatch",
     ),
     Hook(
         "torch.nn.functional",

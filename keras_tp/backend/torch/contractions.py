@@ -1,0 +1,204 @@
+"""Products of two tensors, computed by each process on its parts.
+
+DTensor takes `einsum` and `matmul` apart into some twenty operations, forward
+and backward, and dispatches each. Here the placements of the result are found
+once for each pair of specs, and the product of the parts is one operation.
+What is not covered (other equations, two operands split differently) goes
+DTensor's own way.
+"""
+
+import functools
+import string
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+# Not `torch.einsum`, which is hooked.
+from torch.functional import einsum as plain_einsum
+
+from keras_tp.backend.torch import placement
+
+
+def settled(original):
+    """Wraps a function whose sums are added up before they are used."""
+
+    @functools.wraps(original)
+    def contraction(*args, **kwargs):
+        return placement.settled(original(*args, **kwargs))
+
+    return contraction
+
+
+def einsum(original):
+    """Wraps `torch.einsum`; split sums are added up."""
+
+    @functools.wraps(original)
+    def replacement(*args):
+        if len(args) == 3 and _are_distributed(*args[1:]):
+            result = _product(args[0].replace(" ", ""), *args[1:])
+            if result is not None:
+                return placement.settled(result)
+        return placement.settled(original(*args))
+
+    return replacement
+
+
+def matmul(original):
+    """Wraps `torch.matmul`; split sums are added up."""
+
+    @functools.wraps(original)
+    def replacement(x, y, *args, **kwargs):
+        # The product of a batch with a matrix, as in a dense layer.
+        if not args and not kwargs and _are_distributed(x, y) and y.ndim == 2:
+            batch = string.ascii_letters[: x.ndim - 1]
+            equation = f"{batch}y,yz->{batch}z"
+            result = _product(equation, x, y)
+            if result is not None:
+                return placement.settled(result)
+        return placement.settled(original(x, y, *args, **kwargs))
+
+    return replacement
+
+
+def _are_distributed(x, y):
+    if torch.compiler.is_compiling():
+        return False
+    return isinstance(x, DTensor) and isinstance(y, DTensor)
+
+
+def _product(equation, x, y):
+    """Returns the product, with sums that are split left partial.
+
+    Args:
+        equation: String without spaces.
+        x: DTensor.
+        y: DTensor.
+
+    Returns:
+        DTensor; `None` where the product is not covered.
+    """
+    if x.dtype != y.dtype:
+        return None
+    spec = _spec_of_product(equation, x._spec, y._spec)
+    if spec is None:
+        return None
+    return _Product.apply(equation, spec, x, y)
+
+
+class _Product(torch.autograd.Function):
+    """The product of parts; its gradients are products of the same kind."""
+
+    @staticmethod
+    def forward(ctx, equation, spec, x, y):
+        ctx.equation, ctx.spec = equation, spec
+        ctx.save_for_backward(x, y)
+        local = plain_einsum(equation, x._local_tensor, y._local_tensor)
+        return DTensor(local.contiguous(), spec, requires_grad=False)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, y = ctx.saved_tensors
+        left, right, out = _operands(ctx.equation)
+        # A sum that is split has the same gradient in each of its parts.
+        placements = tuple(
+            Replicate() if p.is_partial() else p for p in ctx.spec.placements
+        )
+        if not isinstance(gradient, DTensor):
+            gradient = placement.replicate(gradient, ctx.spec.mesh)
+        if gradient.placements != placements:
+            gradient = gradient.redistribute(placements=placements)
+        of_x = of_y = None
+        if ctx.needs_input_grad[2]:
+            equation = f"{out},{right}->{left}"
+            of_x = _product(equation, gradient, y)
+        if ctx.needs_input_grad[3]:
+            equation = f"{left},{out}->{right}"
+            of_y = _product(equation, x, gradient)
+        return None, None, of_x, of_y
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec_of_product(equation, x, y):
+    """Returns the spec of a product; `None` where it is not covered.
+
+    Args:
+        equation: String without spaces.
+        x: `DTensorSpec` of an operand.
+        y: `DTensorSpec` of the other.
+    """
+    found = _operands(equation)
+    if found is None or x.mesh != y.mesh:
+        return None
+    left, right, out = found
+    dtype = x.tensor_meta.dtype
+    if dtype.is_complex or len(left) != x.ndim or len(right) != y.ndim:
+        return None
+    sizes = dict(zip(left, x.shape))
+    if any(
+        sizes.setdefault(a, size) != size for a, size in zip(right, y.shape)
+    ):
+        # One of them would be broadcast.
+        return None
+    placements = []
+    for of_x, of_y in zip(x.placements, y.placements):
+        placed = _placement_of_product(found, of_x, of_y)
+        if placed is None:
+            return None
+        placements.append(placed)
+    shape = torch.Size(sizes[letter] for letter in out)
+    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(shape, stride, dtype)
+    return DTensorSpec(x.mesh, tuple(placements), tensor_meta=meta)
+
+
+def _placement_of_product(operands, of_x, of_y):
+    """Returns how one mesh dim splits a product; `None` if not by its parts."""
+    left, right, out = operands
+    split = []
+    for letters, placed in ((left, of_x), (right, of_y)):
+        if type(placed) is Shard:
+            split.append(letters[placed.dim])
+        elif placed.is_replicate():
+            split.append(None)
+        else:
+            return None
+    a, b = split
+    if a == b:
+        letter = a
+    elif b is None and a not in right:
+        letter = a
+    elif a is None and b not in left:
+        letter = b
+    else:
+        return None
+    if letter is None:
+        return Replicate()
+    return Shard(out.index(letter)) if letter in out else Partial()
+
+
+@functools.lru_cache(maxsize=4096)
+def _operands(equation):
+    """Returns the dims of both operands and of the result, as strings.
+
+    `None` unless each dim of an operand is in the other or in the result, once
+    in each: then gradients are products too.
+    """
+    operands, arrow, out = equation.partition("->")
+    left, comma, right = operands.partition(",")
+    if not (arrow and comma) or not (left + right + out).isalpha():
+        return None
+    if any(len(set(letters)) < len(letters) for letters in (left, right, out)):
+        return None
+    for letters, others in (
+        (left, right + out),
+        (right, left + out),
+        (out, left + right),
+    ):
+        if not set(letters) <= set(others):
+            return None
+    return left, right, out
