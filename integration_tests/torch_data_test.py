@@ -502,23 +502,25 @@ def test_different_models_in_other_calls(entry):
 
 
 def test_different_meshes():
-    if WORLD == 2:
-        shape = (1, 2) if RANK else (2, 1)
-    else:
-        shape = (2, 2) if RANK else (4, 1)
-    mesh = harness.mesh(shape)
-    layout_map = distribution.LayoutMap(mesh)
-    layout_map[".*up/kernel"] = (None, None)
-    current = distribution.ModelParallel(layout_map=layout_map)
-    with pytest.raises(ValueError, match="batch=2.*batch=") as caught:
-        from keras_tp.backend.torch import agreement
+    mesh = harness.mesh((WORLD, 1) if RANK else (1, WORLD))
+    current = distribution.DataParallel(mesh)
+    with current.scope():
+        with pytest.raises(ValueError, match="hold different meshes"):
+            network()
 
-        with current.scope():
-            keras.utils.set_random_seed(1)
-            model = keras.Sequential([layers.Dense(4)])
-            # Meshes are made together: models on different ones cannot be.
-            agreement.check_model(model)
-    assert "different models" in str(caught.value)
+
+def test_different_axes_of_batches():
+    """On one mesh, so that building the model shows nothing yet."""
+    x, y, _ = samples(8)
+    layout_map = distribution.LayoutMap(harness.mesh((2, WORLD // 2)))
+    layout_map[".*up/kernel"] = (None, None)
+    current = distribution.ModelParallel(
+        layout_map=layout_map, batch_dim_name="model" if RANK else "batch"
+    )
+    with current.scope():
+        model = network()
+        with pytest.raises(ValueError, match="over 'batch' in process"):
+            model.fit(x, y, verbose=0)
 
 
 @pytest.mark.parametrize("data", [1, 2])
