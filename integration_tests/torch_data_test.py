@@ -19,6 +19,7 @@ import torch
 from integration_tests import harness
 from keras_tp import distribution
 from keras_tp.backend.torch import compiling
+from keras_tp.backend.torch import placement
 
 FEATURES = 6
 OUTPUTS = 5
@@ -501,7 +502,9 @@ def test_different_models_in_other_calls(entry):
                 getattr(model, entry)(x, y)
 
 
-def test_different_meshes():
+def test_different_meshes(monkeypatch):
+    # As in a fresh process.
+    monkeypatch.setattr(placement, "_meshes", {})
     mesh = harness.mesh((WORLD, 1) if RANK else (1, WORLD))
     current = distribution.DataParallel(mesh)
     with current.scope():
@@ -523,18 +526,31 @@ def test_different_axes_of_batches():
             model.fit(x, y, verbose=0)
 
 
-@pytest.mark.parametrize("data", [1, 2])
-def test_compiled_steps_lose_as_eager_ones_do(data):
+@pytest.mark.skipif(WORLD > 2, reason="takes minutes: two are enough")
+def test_compiled_steps_lose_as_eager_ones_do():
+    """On parts; `torch_models_test.py` has split variables."""
     try:
         compiling.check_compiler()
     except RuntimeError as e:
         pytest.skip(str(e))
     x, y, _ = samples(8)
+    current = distribution.DataParallel(auto_shard_dataset=False)
+    own = rows_of_part(8, current.data_shard_id)
 
     def fit(**arguments):
-        with model_parallel(True, data).scope():
-            history = network(**arguments).fit(
-                x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0
+        keras.utils.set_random_seed(1)
+        with current.scope():
+            model = keras.Sequential(
+                [keras.Input((FEATURES,)), layers.Dense(OUTPUTS)]
+            )
+            model.compile(keras.optimizers.SGD(0.1), "mse", **arguments)
+            history = model.fit(
+                x[own],
+                y[own],
+                batch_size=BATCH // 2,
+                epochs=3,
+                shuffle=False,
+                verbose=0,
             )
         return history.history["loss"]
 
