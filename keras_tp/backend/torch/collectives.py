@@ -7,8 +7,8 @@ from keras.src.backend.common import global_state
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from keras_tp.backend.torch import batches
 from keras_tp.backend.torch import processes
-from keras_tp.backend.torch import values
 
 # Operations of torch's libraries and the names that all backends use.
 _OPERATIONS = {
@@ -107,7 +107,7 @@ def count_step(model, x, y=None):
                 model(x)
     else:
         model._symbolic_build(data_batch=data)
-    batch = values.distribute_batch(data)
+    batch = batches.distribute_batch(data)
     training = model.training
     with _unchanged(model), CollectiveCounter() as counter:
         if y is None:

@@ -1,12 +1,14 @@
 """Distribution on torch: a variable is a `DTensor`, a device is a process.
 
-Every process runs the same program on the same global batch, and DTensor's
-dispatcher inserts the collectives. The functions are those that
-CONTRIBUTING.md lists for every backend.
+Every process runs the same program, on the same global batch unless each is
+given its part, and DTensor's dispatcher inserts the collectives. The functions
+are those that CONTRIBUTING.md lists for every backend.
 """
 
 import torch
+from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend.torch import batches
 from keras_tp.backend.torch import collectives
 from keras_tp.backend.torch import hooks
 from keras_tp.backend.torch import launcher
@@ -56,13 +58,13 @@ def initialize(job_addresses, num_processes, process_id):
 
 
 def num_processes():
-    """Returns 1: every process is fed the same global batch."""
-    return 1
+    """Returns the number of processes."""
+    return processes.world_size()
 
 
 def process_id():
-    """Returns 0: every process is fed the same global batch."""
-    return 0
+    """Returns the index of this process."""
+    return processes.index()
 
 
 def activate():
@@ -103,14 +105,19 @@ def distribute_data_input(per_process_batch, layout, batch_dim_name):
 
     Args:
         per_process_batch: Array or tensor, the global batch, the same in
-            every process.
+            every process; under a distribution with
+            `auto_shard_dataset=False`, this process's part of it, and then
+            this is a collective.
         layout: `TensorLayout`, or a `Placement`. A batch that it cannot split
-            evenly is left whole.
+            evenly is left whole. Parts go where the distribution says.
         batch_dim_name: String, mesh axis that splits the batch.
     """
     if per_process_batch is None:
         return None
-    return values.split_batch(per_process_batch, placement.as_placement(layout))
+    if batches.parts_of(distribution()) is not None:
+        return batches.distribute_batch(per_process_batch)
+    placed = placement.as_placement(layout)
+    return batches.split_batch(per_process_batch, placed)
 
 
 def relayout_variable(variable, layout):

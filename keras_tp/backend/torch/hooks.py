@@ -8,9 +8,13 @@ from keras.src import initializers
 from keras.src import tree
 from keras.src.backend.torch import core
 from keras.src.distribution.distribution_lib import distribution
+from keras.src.distribution.distribution_lib import set_distribution
 from torch.distributed.tensor import DTensor
 
 from keras_tp.backend.hooks import Hook
+from keras_tp.backend.torch import agreement
+from keras_tp.backend.torch import batches
+from keras_tp.backend.torch import compiling
 from keras_tp.backend.torch import contractions
 from keras_tp.backend.torch import ops
 from keras_tp.backend.torch import ops_nn
@@ -19,15 +23,6 @@ from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
 from keras_tp.backend.torch import saving
 from keras_tp.backend.torch import values
-
-_SAME_DATA = (
-    "torch feeds every process the same global batch: give all of them the "
-    "same data in the same order, and the same seed."
-)
-_SAME_RANDOMNESS = (
-    "Call `keras.utils.set_random_seed` with the same seed in every process, "
-    "and draw random numbers in all processes or in none."
-)
 
 
 def _constant_of(initializer):
@@ -154,15 +149,15 @@ def _hook_make_function(attribute):
             step = getattr(self, attribute)
             if distribution() is None or step is made:
                 return result
+            agreement.check_model(self)
+            if self.jit_compile:
+                compiling.check_compiler()
 
             @functools.wraps(step)
             def distributed_step(data):
-                data = values.distribute_batch(data)
+                data = batches.distribute_batch(data)
                 if self.jit_compile:
-                    # Symbolic sizes do not go into a DTensor's placements.
-                    with torch._dynamo.config.patch(
-                        automatic_dynamic_shapes=False
-                    ):
+                    with compiling.fixed_shapes():
                         outputs = step(data)
                 else:
                     outputs = step(data)
@@ -176,6 +171,37 @@ def _hook_make_function(attribute):
     return replace
 
 
+def _hook_symbolic_build(original):
+    @functools.wraps(original)
+    def _symbolic_build(self, iterator=None, data_batch=None):
+        if iterator is not None:
+            # Before the data is compared: models draw random numbers, too.
+            agreement.check_model(self)
+        return original(self, iterator=iterator, data_batch=data_batch)
+
+    return _symbolic_build
+
+
+def _hook_epoch_iterator(original):
+    """Keras's adapters see one process: batches are split in each step."""
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        current = distribution()
+        if current is None or processes.world_size() == 1:
+            original(self, *args, **kwargs)
+            return
+        set_distribution(None)
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            set_distribution(current)
+        self.data_adapter = batches.AgreedLength(self.data_adapter, current)
+        self._num_batches = self.data_adapter.num_batches
+
+    return __init__
+
+
 def _hook_get_iterator(original):
     """Each epoch's first batch is compared between the processes."""
 
@@ -184,38 +210,9 @@ def _hook_get_iterator(original):
         iterator = original(self)
         if distribution() is None or processes.world_size() == 1:
             return iterator
-        return _CheckedBatches(iterator)
+        return batches.Batches(iterator, distribution())
 
     return _get_iterator
-
-
-class _CheckedBatches:
-    """Iterates over batches; an error if processes begin with different ones.
-
-    Args:
-        batches: Iterable of batches.
-    """
-
-    def __init__(self, batches):
-        self._batches = batches
-
-    def __iter__(self):
-        processes.same_everywhere(
-            "random states", processes.rng_bytes(), _SAME_RANDOMNESS
-        )
-        # Made now, as it would be without us: a DataLoader draws a seed.
-        return self._checked(iter(self._batches))
-
-    def _checked(self, iterator):
-        for index, batch in enumerate(iterator):
-            if index == 0:
-                arrays = [
-                    np.asarray(leaf).tobytes()
-                    for leaf in tree.flatten(batch)
-                    if leaf is not None
-                ]
-                processes.same_everywhere("batches", arrays, _SAME_DATA)
-            yield batch
 
 
 def _hook_print_msg(original):
@@ -255,6 +252,7 @@ def _distribution_lib(original):
 
 _VARIABLE = "keras.src.backend.torch.core:Variable"
 _TRAINER = "keras.src.backend.torch.trainer:TorchTrainer"
+_EPOCH = "keras.src.backend.torch.trainer:TorchEpochIterator"
 _DTENSOR = "torch.distributed.tensor:DTensor"
 _STATE = "keras_tp.backend.torch.ops:dtensor_state"
 
@@ -336,7 +334,19 @@ TABLE = [
         for name in ("train", "test", "predict")
     ),
     Hook(
-        "keras.src.backend.torch.trainer:TorchEpochIterator",
+        "keras.src.trainers.trainer:Trainer",
+        "_symbolic_build",
+        _hook_symbolic_build,
+        "processes with different models stop with an error",
+    ),
+    Hook(
+        _EPOCH,
+        "__init__",
+        _hook_epoch_iterator,
+        "any kind of data is split, and epochs end together",
+    ),
+    Hook(
+        _EPOCH,
         "_get_iterator",
         _hook_get_iterator,
         "processes with different data stop with an error",
@@ -362,6 +372,12 @@ TABLE = [
                 "save_model_to_hdf5",
             ),
         )
+    ),
+    Hook(
+        "keras.src.saving.saving_lib",
+        "is_memory_sufficient",
+        saving.by_file,
+        "files of models that are distributed are not read into memory",
     ),
     Hook(
         "keras.src.saving.saving_lib:H5IOStore",

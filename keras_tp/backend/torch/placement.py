@@ -72,6 +72,12 @@ def to_torch_mesh(device_mesh):
     kind = "cpu" if devices[0].startswith("cpu") else "cuda"
     key = (id(dist.group.WORLD), kind, tuple(axes), tuple(shape), str(indices))
     if key not in _meshes:
+        processes.same_everywhere(
+            "meshes",
+            (kind, axes, shape, indices),
+            "Make the same `DeviceMesh` in every process. This one holds "
+            f"{device_mesh}.",
+        )
         _meshes[key] = TorchMesh(
             kind,
             torch.tensor(indices).reshape(shape),

@@ -3,10 +3,15 @@
 Two groups exist: torch's default one, whose collectives move tensors, and one
 on gloo for control, on which processes meet before what all of them have to
 enter.
+
+A process waits for the others for as many seconds as the environment variable
+KERAS_TP_TIMEOUT says when this is imported, by default 45. Where one of them
+did not come, all of them stop with an error after this time.
 """
 
 import datetime
 import hashlib
+import math
 import os
 import pickle
 import random
@@ -19,11 +24,25 @@ from keras.src.backend.common import global_state
 from keras.src.backend.torch import core
 from keras.src.utils import rng_utils
 
-# How long a process waits for the others, in seconds. Where one of them did
-# not come, all of them stop with an error after this time.
-TIMEOUT_S = 45
-
 _control = None
+
+
+def _timeout():
+    given = os.environ.get("KERAS_TP_TIMEOUT", "45")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(
+            "The environment variable KERAS_TP_TIMEOUT is how long a process "
+            "waits for the others, in seconds: a number above 0. Received: "
+            f"KERAS_TP_TIMEOUT={given!r}"
+        )
+    return seconds
+
+
+TIMEOUT_S = _timeout()
 
 
 def world_size():
@@ -65,7 +84,8 @@ def start(init_method=None, num_processes=None, process_id=None):
     if not dist.is_initialized():
         options = {"timeout": datetime.timedelta(seconds=TIMEOUT_S)}
         if uses_cuda():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            # No `device_id`: the group for control is gloo's.
+            torch.cuda.set_device(_local_index(process_id))
             options["backend"] = "cpu:gloo,cuda:nccl"
         else:
             options["backend"] = "gloo"
@@ -108,33 +128,41 @@ def meet(what):
         raise RuntimeError(
             f"{what} gathers tensors that are split over {world_size()} "
             "processes, so every process has to call it. Process "
-            f"{index()} did, and others did not within {TIMEOUT_S} seconds: "
+            f"{index()} did, and others did not within {TIMEOUT_S:g} seconds: "
             "move the call out of any `if rank == 0:`. Only one process "
             f"writes the files. Missing, as torch reports it: {e}"
         ) from e
 
 
-def same_everywhere(what, value, way_out):
+def same_everywhere(what, value, way_out, groups=None):
     """Raises on every process unless all of them hold the same value.
 
     Args:
         what: String that names the value.
         value: Bytes or anything that `pickle` takes; a digest is compared.
         way_out: String, a sentence that says how to make them equal.
+        groups: List with the group of each process; only those of one group
+            have to hold the same. Defaults to `None`: all are one group.
+
+    Returns:
+        List with the digest of each process.
     """
     if world_size() == 1:
-        return
+        return [None]
     if not isinstance(value, bytes):
         value = pickle.dumps(value)
     digest = hashlib.sha256(value).hexdigest()[:16]
     digests = _gather(digest)
-    if len(set(digests)) > 1:
+    groups = [0] * len(digests) if groups is None else groups
+    if len(set(zip(groups, digests))) > len(set(groups)):
         shown = ", ".join(f"{i}: {d}" for i, d in enumerate(digests))
+        of_what = "one model group" if len(set(groups)) > 1 else "this run"
         raise ValueError(
-            f"The processes of this run hold different {what}, and would "
+            f"The processes of {of_what} hold different {what}, and would "
             f"train different models. {way_out} Received digests by process: "
             f"{shown}"
         )
+    return digests
 
 
 def agree_on_seed():
@@ -201,9 +229,30 @@ def how_to_launch(count):
     )
 
 
+def gather_numbers(numbers):
+    """Returns the list of the ints of every process, which all have as many.
+
+    A collective, cheaper than `gather_by_process`.
+    """
+    if world_size() == 1:
+        return [tuple(numbers)]
+    start()
+    own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    found = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(found, own, group=_control[1])
+    return [tuple(tensor.tolist()) for tensor in found]
+
+
 def gather_by_process(value):
     """Returns the list of a small value of every process. A collective."""
     return _gather(value)
+
+
+def _local_index(process_id):
+    """Returns which of this machine's devices belongs to this process."""
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    return (process_id or 0) % torch.cuda.device_count()
 
 
 def _gather(value):

@@ -15,10 +15,9 @@ def save_once(original):
 
     @functools.wraps(original)
     def save(model, filepath, *args, **kwargs):
-        split = any(
-            isinstance(variable._value, DTensor) for variable in model.variables
-        )
-        if not split or not isinstance(filepath, (str, os.PathLike)):
+        if not _is_distributed(model) or not isinstance(
+            filepath, (str, os.PathLike)
+        ):
             return original(model, filepath, *args, **kwargs)
         processes.meet("Saving")
         if processes.is_first():
@@ -30,6 +29,25 @@ def save_once(original):
         return result
 
     return save
+
+
+def by_file(original):
+    """Wraps `saving_lib.is_memory_sufficient`: not for a whole model.
+
+    Keras otherwise reads a `.keras` file as a whole, or makes it in memory.
+    """
+
+    @functools.wraps(original)
+    def is_memory_sufficient(model):
+        return not _is_distributed(model) and original(model)
+
+    return is_memory_sufficient
+
+
+def _is_distributed(model):
+    return any(
+        isinstance(variable._value, DTensor) for variable in model.variables
+    )
 
 
 def _join_save(original, model, filepath, *args, **kwargs):

@@ -1,13 +1,9 @@
-"""Values of variables and batches as shards."""
+"""Values of variables as shards."""
 
 import functools
 
-import numpy as np
 import torch
-from keras.src import tree
 from keras.src.backend.common import is_float_dtype
-from keras.src.backend.torch import core
-from keras.src.distribution.distribution_lib import distribution
 from torch.distributed.tensor import DTensor
 
 from keras_tp.backend.torch import placement
@@ -56,47 +52,6 @@ def stays_plain(variable, placed):
     if variable.trainable or placed.is_split:
         return False
     return len(variable._shape) == 0 or not is_float_dtype(variable._dtype)
-
-
-def distribute_batch(data):
-    """Returns a batch with each array split as its distribution says.
-
-    Args:
-        data: Structure of arrays, the same in every process. What the batch
-            axis does not split stays as it is.
-    """
-    current = distribution()
-    if getattr(current, "batch_dim_name", None) is None:
-        return data
-    return tree.map_structure(lambda array: batch_input(array, current), data)
-
-
-def batch_input(array, current):
-    """Returns one array of a batch as a tensor under a distribution."""
-    if isinstance(array, DTensor) or not getattr(array, "shape", ()):
-        return array
-    if not isinstance(array, (torch.Tensor, np.ndarray)):
-        return array
-    layout = current.get_data_layout(tuple(array.shape))
-    return split_batch(array, placement.as_placement(layout))
-
-
-def split_batch(array, placed):
-    """Returns this process's part of an array as a DTensor.
-
-    Args:
-        array: Array or plain tensor, the same in every process.
-        placed: `Placement`. An array that it cannot split evenly, such as the
-            last batch of an epoch, is left whole.
-    """
-    if not placed.is_split:
-        return array
-    for dim, placed_on_dim in enumerate(placed.placements):
-        if placed_on_dim.is_shard():
-            size = array.shape[placed_on_dim.dim]
-            if size % placed.mesh.size(dim):
-                return array
-    return placement.from_full(core.convert_to_tensor(array), placed)
 
 
 def _redistributed(gradient, mesh, placements):
