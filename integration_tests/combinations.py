@@ -151,10 +151,13 @@ def main(folder, *names):
     if len(names) == 1:
         np.savez(pathlib.Path(folder, names[0]), **run(*names))
         return
+    # These import what the children would otherwise, each for itself.
+    keras.utils.set_random_seed(0)
+    keras.random.uniform((1,), seed=0)
     # Outside of the ports that sockets get by themselves.
     port = 10000 + int(os.environ.get("MASTER_PORT", "0")) % 20000
     for index, name in enumerate(names):
-        # This process has imported everything, and done nothing.
+        # This process has imported everything, and done nothing else.
         child = os.fork()
         if not child:
             # Not through the agent of torchrun, which knows one run only.
