@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from keras import layers
 
+from integration_tests import harness
 from keras_tp import distribution as dist
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
 def mesh(shape=(1, 2)):
-    devices = dist.list_devices()[: int(np.prod(shape))]
-    return dist.DeviceMesh(shape, ["batch", "model"], devices)
+    return harness.mesh(harness.fitted(shape))
 
 
 def model_parallel(patterns, shape=(1, 2), strict=False):
@@ -236,25 +236,30 @@ def test_layout_of_the_wrong_rank(axes):
 
 
 def test_dim_that_the_mesh_axis_does_not_divide():
-    with model_parallel({".*up/kernel": (None, "model")}, (1, 4)).scope():
+    distribution = model_parallel({".*up/kernel": (None, "model")}, (1, 4))
+    size = distribution.device_mesh.shape[1]
+    with distribution.scope():
         with pytest.raises(ValueError) as e:
-            mlp(hidden=10)
+            mlp(hidden=15)
     message = str(e.value)
     for text in (
         "Dim 1",
         "'net/up/kernel'",
-        "(6, 10)",
-        "size 10",
-        "'model' of size 4",
-        "1, 2, 5, 10",
-        "8, 12",
+        "(6, 15)",
+        "size 15",
+        f"'model' of size {size}",
+        "1, 3, 5, 15",
+        {4: "12, 16", 2: "14, 16"}[size],
     ):
         assert text in message, (text, message)
 
 
 def test_dim_that_the_product_of_two_axes_does_not_divide():
     patterns = {".*up/kernel": (("batch", "model"), None)}
-    with model_parallel(patterns, (2, 2)).scope():
+    layout_map = dist.LayoutMap(harness.mesh((2, 2)))
+    for pattern, axes in patterns.items():
+        layout_map[pattern] = axes
+    with dist.ModelParallel(layout_map=layout_map).scope():
         with pytest.raises(ValueError) as e:
             mlp()
     for text in ("Dim 0", "size 6", "('batch', 'model') of size 4", "4, 8"):
@@ -372,6 +377,7 @@ def test_model_of_parts_made_under_different_distributions():
 
 
 def test_backend_without_a_distributed_runtime():
+    pytest.importorskip("scipy", reason="Keras's numpy backend imports it")
     code = (
         "import keras_tp\n"
         "import keras\n"

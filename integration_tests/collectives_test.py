@@ -21,7 +21,7 @@ NAMES = (
     "all_to_all",
     "collective_permute",
 )
-SHAPES = pytest.mark.parametrize("shape", [(1, 2), (1, 4)], ids=["1x2", "1x4"])
+SHAPES = harness.shapes((1, 2), (1, 4))
 
 
 def floats(*shape):
@@ -195,7 +195,8 @@ def assert_same_state(before, after):
 def test_counting_changes_nothing():
     case = zoo.CASES["dropout"]
     x, y = harness.data_of(case)
-    with harness.model_parallel(case.layouts, (2, 2)).scope():
+    shape = harness.fitted((2, 2))
+    with harness.model_parallel(case.layouts, shape).scope():
         model = harness.build(case)
         model.compile(keras.optimizers.Adam(0.01), case.loss, metrics=["mae"])
     model.train_on_batch(x, y)
@@ -213,13 +214,22 @@ def test_counting_changes_nothing():
     assert_same_state(before, everything(model))
 
 
+@pytest.mark.skipif(
+    keras.config.backend() == "torch",
+    reason=(
+        "building the metrics takes a batch from the data, and torch's loader "
+        "draws its seed then: plain Keras has other masks after it too"
+    ),
+)
 def test_counting_first_does_not_change_the_training():
     """Also where it is counting that builds the optimizer and the metrics."""
     case = zoo.CASES["dropout"]
     x, y = harness.data_of(case)
 
+    shape = harness.fitted((1, 2))
+
     def losses(count_first):
-        with harness.model_parallel(case.layouts, (1, 2)).scope():
+        with harness.model_parallel(case.layouts, shape).scope():
             model = harness.build(case)
             model.compile(
                 keras.optimizers.Adam(0.01), case.loss, metrics=["mae"]
@@ -234,7 +244,7 @@ def test_counting_first_does_not_change_the_training():
 
 
 def test_data_parallel():
-    mesh = harness.mesh((4,), ["batch"])
+    mesh = harness.mesh(harness.fitted((4,)), ["batch"])
     with distribution.DataParallel(device_mesh=mesh).scope():
         model = pairs([(16, 5)], layers.Dense(10, name="first"))
     x, y = floats(BATCH, FEATURES), floats(BATCH, 5)
@@ -252,7 +262,7 @@ def test_data_parallel():
 def recurrent(layer, length):
     """The forward pass of a layer whose recurrent kernel is split over rows."""
     layouts = {"recurrent/.*/recurrent_kernel": ("model", None)}
-    with harness.model_parallel(layouts, (1, 4)).scope():
+    with harness.model_parallel(layouts, harness.fitted((1, 4))).scope():
         inputs = keras.Input((length, FEATURES))
         x = layer(8, name="recurrent")(inputs)
         model = keras.Model(inputs, x, name="recur")

@@ -1,22 +1,25 @@
 """Ten combinations of model, mesh and distribution, each run by its name.
 
-    python -m integration_tests.combinations row_2x2 out.npz
+    python -m integration_tests.combinations FOLDER pair_2x2 plain
 
-trains one in a fresh process and writes its numbers.
+trains two, each in a fresh process, and writes their numbers to files that are
+named like them.
 """
 
+import os
+import pathlib
 import sys
 
 import keras
 import numpy as np
 from keras import layers
 
+from integration_tests import harness
 from keras_tp import distribution as dist
 
 
 def mesh(*shape):
-    devices = dist.list_devices()[: int(np.prod(shape))]
-    return dist.DeviceMesh(shape, ["batch", "model"], devices)
+    return harness.mesh(harness.fitted(shape))
 
 
 def model_parallel(patterns, *shape):
@@ -143,5 +146,28 @@ def run(name):
     return COMBINATIONS[name]()
 
 
+def main(folder, *names):
+    """Writes the numbers of each combination from a process of its own."""
+    if len(names) == 1:
+        np.savez(pathlib.Path(folder, names[0]), **run(*names))
+        return
+    # These import what the children would otherwise, each for itself.
+    keras.utils.set_random_seed(0)
+    keras.random.uniform((1,), seed=0)
+    # Outside of the ports that sockets get by themselves.
+    port = 10000 + int(os.environ.get("MASTER_PORT", "0")) % 20000
+    for index, name in enumerate(names):
+        # This process has imported everything, and done nothing else.
+        child = os.fork()
+        if not child:
+            # Not through the agent of torchrun, which knows one run only.
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+            os.environ["MASTER_PORT"] = str(port + index)
+            main(folder, name)
+            sys.exit()
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"{name} failed")
+
+
 if __name__ == "__main__":
-    np.savez(sys.argv[2], **run(sys.argv[1]))
+    main(*sys.argv[1:])

@@ -1,5 +1,6 @@
 """Eight virtual devices, and a process as it was before, for every test."""
 
+import gc
 import os
 
 # All of this is read when Keras, or its backend, is imported first.
@@ -24,6 +25,9 @@ def _reset():
     keras_tp.distribution.set_distribution(None)
     keras_tp.uninstall()
     keras.utils.clear_session()
+    # It looks for garbage among all objects. What is alive by now, nearly all
+    # of it imported modules, the next one need not look at again.
+    gc.freeze()
     keras.config.set_dtype_policy("float32")
 
 

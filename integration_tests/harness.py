@@ -16,12 +16,35 @@ from keras_tp.backend import hooks
 SEED = 1
 STEPS = 5
 
-MESHES = [
-    pytest.param((1, 2), id="1x2"),
-    pytest.param((1, 4), id="1x4"),
-    pytest.param((2, 2), id="2x2"),
-    pytest.param((2, 4), id="2x4", marks=pytest.mark.slow),
-]
+
+def fitted(shape):
+    """Returns the shape of a mesh, changed where the run asks for it.
+
+    On torch a mesh holds all processes, two or four: the last axis takes what
+    the others leave.
+    """
+    count = distribution.get_device_count()
+    if keras.config.backend() != "torch" or count == 1:
+        return shape
+    batch = shape[0] if len(shape) == 2 and shape[0] < count else 1
+    return (batch, count // batch) if len(shape) == 2 else (count,)
+
+
+def shapes(*wanted, slow=()):
+    """Parametrizes a test by `shape`: those wanted, each `fitted` one once."""
+    marks = {fitted(shape): () for shape in wanted}
+    for shape in slow:
+        marks.setdefault(fitted(shape), pytest.mark.slow)
+    return pytest.mark.parametrize(
+        "shape",
+        [
+            pytest.param(shape, id="x".join(map(str, shape)), marks=mark)
+            for shape, mark in marks.items()
+        ],
+    )
+
+
+MESHES = shapes((1, 2), (1, 4), (2, 2), slow=[(2, 4)])
 
 
 class Run(collections.namedtuple("Run", ["initial", "losses", "weights"])):
@@ -40,6 +63,16 @@ def mesh(shape, axis_names=("batch", "model")):
 def mesh_devices(shape):
     """Returns the names of the devices of such a mesh."""
     return [str(device) for device in mesh(shape).devices.flatten()]
+
+
+def own_folder(tmp_path):
+    """Returns the folder in which this process writes what is plain.
+
+    Several processes write one file of a split model, but each a plain one.
+    """
+    folder = tmp_path / f"process_{os.environ.get('RANK', '0')}"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def model_parallel(layouts, shape, strict=True):

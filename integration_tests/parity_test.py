@@ -17,7 +17,7 @@ def name(request):
     return request.param
 
 
-@pytest.mark.parametrize("shape", harness.MESHES)
+@harness.MESHES
 def test_sgd(name, shape):
     case = zoo.CASES[name]
     expected = harness.reference(name, "sgd")
@@ -53,7 +53,7 @@ def test_sgd(name, shape):
             assert moved >= 100 * TOLERANCE, path
 
 
-@pytest.mark.parametrize("shape", harness.MESHES)
+@harness.MESHES
 def test_adam(name, shape):
     case = zoo.CASES[name]
     expected = harness.reference(name, "adam")

@@ -79,7 +79,7 @@ def assert_live(variable, row):
     assert size * row.bytes == math.prod(row.shape) * shards[0].data.nbytes
 
 
-@pytest.mark.parametrize("shape", [(1, 4), (2, 2)], ids=["1x4", "2x2"])
+@harness.shapes((1, 4), (2, 2))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_and_slots(name, shape):
     optimizer, slots = OPTIMIZERS[name]
@@ -174,9 +174,10 @@ def test_factored_slots_are_split_as_the_dims_they_keep(name, factors):
 
     harness.assert_plain()
     expected = harness.weights_of(train(case, optimizer))
-    with harness.model_parallel(case.layouts, (1, 4)).scope():
+    shape = harness.fitted((1, 4))
+    with harness.model_parallel(case.layouts, shape).scope():
         model = train(case, optimizer)
-    names = harness.mesh_devices((1, 4))
+    names = harness.mesh_devices(shape)
     # The paths of the factors are all alike, so the rows go by the order of
     # the variables.
     rows = [r for r in distribution.describe(model).rows if r.role == "slot"]
@@ -194,7 +195,7 @@ def test_factored_slots_are_split_as_the_dims_they_keep(name, factors):
             row = rows[id(slot)]
             assert row.shape == tuple(slot.shape)
             assert row.axes == axes, variable.path
-            assert_bytes(row, names, 4 if any(axes) else 1)
+            assert_bytes(row, names, shape[1] if any(axes) else 1)
             assert_live(slot, row)
     assert checked == set(factors)
     for path, value in harness.weights_of(model).items():
@@ -204,7 +205,7 @@ def test_factored_slots_are_split_as_the_dims_they_keep(name, factors):
             )
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (1, 4)], ids=["1x2", "1x4"])
+@harness.shapes((1, 2), (1, 4))
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_device_holds_its_share_of_a_language_model(name, shape):
     case = zoo.CASES[name]

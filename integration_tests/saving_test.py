@@ -47,7 +47,11 @@ def at(place):
     """Scope of a place to build or load a model in."""
     if place is None:
         return contextlib.nullcontext()
-    return harness.model_parallel(LAYOUTS, place).scope()
+    return harness.model_parallel(LAYOUTS, harness.fitted(place)).scope()
+
+
+def folder_of(place, tmp_path):
+    return harness.own_folder(tmp_path) if place is None else tmp_path
 
 
 def samples():
@@ -101,6 +105,7 @@ def assert_placed(model, place):
     if place is None:
         assert not split
         return
+    place = harness.fitted(place)
     assert {r.path for r in split if r.role == "weight"} == set(LAYOUTS)
     assert len(split) == (1 + SLOTS) * len(LAYOUTS)
     names = harness.mesh_devices(place)
@@ -112,7 +117,7 @@ def assert_placed(model, place):
 @pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
 def test_from_one_mesh_to_another(suffix, trip, tmp_path):
     source, target = trip
-    path = str(tmp_path / f"model{suffix}")
+    path = str(folder_of(source, tmp_path) / f"model{suffix}")
     with at(source):
         model = network()
         fit(model, epochs=2)
@@ -141,7 +146,7 @@ def test_from_one_mesh_to_another(suffix, trip, tmp_path):
     assert_placed(loaded, target)
 
     # And back.
-    path = str(tmp_path / f"back{suffix}")
+    path = str(folder_of(target, tmp_path) / f"back{suffix}")
     if suffix == ".keras":
         loaded.save(path)
         with at(source):
@@ -171,12 +176,13 @@ def test_a_file_is_that_of_plain_keras(tmp_path):
 
     plain = network()
     fit(plain, epochs=1)
-    plain.save_weights(tmp_path / "plain.weights.h5")
+    path = harness.own_folder(tmp_path) / "plain.weights.h5"
+    plain.save_weights(path)
     with at((1, 4)):
         model = network()
     fit(model, epochs=1)
     model.save_weights(tmp_path / "sharded.weights.h5")
-    expected = entries(tmp_path / "plain.weights.h5")
+    expected = entries(path)
     assert expected
     assert entries(tmp_path / "sharded.weights.h5") == expected
 
@@ -199,6 +205,7 @@ def test_a_file_is_that_of_plain_keras(tmp_path):
 def test_resuming_from_a_model_checkpoint(weights_only, trip, tmp_path):
     source, target = trip
     suffix = ".weights.h5" if weights_only else ".keras"
+    tmp_path = folder_of(source, tmp_path)
     with at(source):
         model = network()
     checkpoint = keras.callbacks.ModelCheckpoint(
@@ -286,7 +293,7 @@ def test_loading_a_truncated_model(part, trained, tmp_path):
 )
 @pytest.mark.parametrize("place", [None, (1, 4)], ids=name_of)
 def test_the_weights_of_another_model(place, other, trained, tmp_path):
-    path = tmp_path / "other.weights.h5"
+    path = folder_of(place, tmp_path) / "other.weights.h5"
     with at(place):
         model = network(**other)
     model.save_weights(path)

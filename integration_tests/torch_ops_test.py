@@ -219,6 +219,19 @@ LAST = {
     "norm": torch.linalg.norm,
     "layer_norm": lambda x: F.layer_norm(x, (8,)),
     "repeat": lambda x: x.repeat_interleave(3, 1),
+    "scatter_reduce": lambda x: torch.zeros(4, 8).scatter_reduce(
+        1, torch.tensor([[0, 7, 3, 3, 1, 2, 0, 5]] * 4), x, "sum"
+    ),
+    "keras_scatter": lambda x: keras.ops.scatter(
+        torch.tensor([[0], [2], [2], [1]]), x, (4, 8)
+    ),
+    "keras_scatter_update": lambda x: keras.ops.scatter_update(
+        torch.ones(4, 8), torch.tensor([[3], [1]]), x[:2]
+    ),
+    "keras_slice_update": lambda x: keras.ops.slice_update(
+        torch.ones(4, 8), (1, 0), x[:2]
+    ),
+    "vmap": lambda x: torch.vmap(lambda row: row.cumsum(0))(x),
     "tile": lambda x: x.tile(1, 3),
 }
 

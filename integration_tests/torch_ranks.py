@@ -1,9 +1,9 @@
 """Runs pytest in every process of a torch run: the same tests, in step.
 
-    python -m keras_tp.launch --devices 2 integration_tests/torch_ranks.py \
-        integration_tests/parity_test.py -k 1x2
+    python -m keras_tp.launch --devices 2 integration_tests/torch_ranks.py
 
-Process 0 prints; the others write `rank_<index>.txt` into the folder that
+Without arguments all of `SHARED` are run; arguments go to pytest. Process 0
+prints; the others write `rank_<index>.txt` into the folder that
 KERAS_TP_RANK_FOLDER names. `tmp_path` is one folder for all processes, because
 one of them writes the files that all of them read.
 """
@@ -17,11 +17,28 @@ import time
 
 import pytest
 
-# What a mesh that leaves out a process is answered with.
-_OTHER_WORLD = (
-    "torch runs one process per device",
-    "Shape does not match the number of devices",
-)
+ROOT = pathlib.Path(__file__).parent.parent
+
+# What runs in every process: the tests of all backends that need devices, and
+# torch's own. The others are about one process, or launch their own.
+SHARED = [
+    "keras_tp/distribution",
+    *(
+        f"integration_tests/{name}_test.py"
+        for name in (
+            "bad_input",
+            "collectives",
+            "contamination",
+            "parity",
+            "public_api",
+            "residence",
+            "saving",
+            "torch_models",
+            "torch_ops",
+            "training",
+        )
+    ),
+]
 
 
 def _folder():
@@ -41,19 +58,6 @@ def tmp_path(request):
     return folder
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_call(item):
-    """A mesh of another size than this run is a skip."""
-    outcome = yield
-    if outcome.excinfo is None:
-        return
-    kind, error, _ = outcome.excinfo
-    if issubclass(kind, ValueError) and str(error).startswith(_OTHER_WORLD):
-        if "Received: shape" in str(error) and "listed" in str(error):
-            return
-        outcome.force_exception(pytest.skip.Exception(str(error)))
-
-
 def main():
     index = os.environ["RANK"]
     folder = _folder()
@@ -63,9 +67,11 @@ def main():
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     # Next to the tests that it is given, not to the module it is now.
-    root = str(pathlib.Path(__file__).parent.parent)
-    sys.path.insert(0, root)
-    code = pytest.main(["-p", "integration_tests.torch_ranks", *sys.argv[1:]])
+    sys.path.insert(0, str(ROOT))
+    os.chdir(ROOT)
+    # After a failure the processes may not be in step any more.
+    arguments = sys.argv[1:] or ["-x", "--tb=short", *SHARED]
+    code = pytest.main(["-p", "integration_tests.torch_ranks", *arguments])
     # torchrun ends all processes with the first that fails: let the others
     # print what they found.
     time.sleep(2 if code else 0)

@@ -1,5 +1,6 @@
 """Tests start and end without a distribution and with Keras as released."""
 
+import gc
 import os
 
 import keras
@@ -30,6 +31,9 @@ def reset():
     """Clears Keras's global state and takes the hooks out."""
     keras_tp.distribution.set_distribution(None)
     keras.utils.clear_session()
+    # It looks for garbage among all objects. What is alive by now, nearly all
+    # of it imported modules, the next one need not look at again.
+    gc.freeze()
     keras_tp.uninstall()
 
 

@@ -427,9 +427,11 @@ def _check_devices_exist(devices):
         if kind not in known:
             known[kind] = lib.list_devices(kind)
         if device.lower() not in known[kind]:
+            number = device.partition(":")[2]
+            count = int(number) + 1 if number.isdigit() else len(devices)
             raise ValueError(
                 f"Unknown device '{device}'. Devices of its type here: "
-                f"{known[kind]}. {_how_to_launch(len(devices))}Received: "
+                f"{known[kind]}. {_how_to_launch(count)}Received: "
                 f"devices={devices.tolist()}"
             )
 

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 from keras import layers
 
+from integration_tests import harness
 from keras_tp import distribution as dist
 from keras_tp.distribution import layout_map as layout_map_lib
 
 
 @pytest.fixture
 def layout_map():
-    devices = dist.list_devices()[:2]
-    return dist.LayoutMap(dist.DeviceMesh((1, 2), ["batch", "model"], devices))
+    return dist.LayoutMap(harness.mesh(harness.fitted((1, 2))))
 
 
 def mlp(name="net"):
@@ -159,7 +159,7 @@ def test_format_bytes(size, text):
 
 @pytest.mark.parametrize("dtype, size", [("float32", 4), ("bool", 1)])
 def test_variable_bytes(dtype, size):
-    variable = keras.Variable(np.ones((3, 5)), dtype=dtype)
+    variable = keras.Variable(np.ones((3, 5)), dtype=dtype, trainable=False)
     assert layout_map_lib.variable_bytes(variable) == 15 * size
 
 

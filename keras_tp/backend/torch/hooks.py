@@ -16,6 +16,7 @@ from keras_tp.backend.torch import agreement
 from keras_tp.backend.torch import batches
 from keras_tp.backend.torch import compiling
 from keras_tp.backend.torch import contractions
+from keras_tp.backend.torch import initial_values
 from keras_tp.backend.torch import ops
 from keras_tp.backend.torch import ops_nn
 from keras_tp.backend.torch import optimizers
@@ -384,6 +385,30 @@ TABLE = [
         "__setitem__",
         saving.store_once,
         "processes that do not write keep no copy of the model",
+    ),
+    *(
+        Hook(
+            "keras.src.backend.torch.random",
+            name,
+            getattr(initial_values, name),
+            "a variable's values are drawn without more copies of it",
+        )
+        for name in ("uniform", "truncated_normal")
+    ),
+    *(
+        Hook(
+            "keras.src.backend.torch.core",
+            name,
+            ops.whole,
+            "split values can be written into a plain tensor, as metrics do",
+        )
+        for name in ("scatter", "scatter_update", "slice_update")
+    ),
+    Hook(
+        "torch",
+        "vmap",
+        ops.whole_vmap,
+        "what is mapped is computed whole, as metrics do",
     ),
     Hook(
         "keras.src.backend.torch.optimizers.torch_parallel_optimizer:"

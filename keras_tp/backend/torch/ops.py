@@ -6,6 +6,8 @@ function of `torch.nn.functional`, because its gradient has to know how the
 table is split. `REPLICATED` is the list of what every process computes whole.
 """
 
+import functools
+
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate
@@ -62,6 +64,7 @@ REPLICATED = {
         "replication_pad1d_backward.default",
         "replication_pad2d.default",
         "replication_pad2d_backward.default",
+        "scatter_reduce.two",
     ),
     "DTensor's result is a sum of truth values": (
         "all.default",
@@ -135,6 +138,36 @@ def handler_table():
 def _operation(name):
     _, packet, overload = name.split(".")
     return getattr(getattr(aten, packet), overload)
+
+
+def whole(function):
+    """Wraps a function: it is given whole plain tensors, on every process.
+
+    For what writes into a new plain tensor, which cannot take split values.
+    """
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, DTensor) for leaf in leaves):
+            return parts.replicated(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def whole_vmap(original):
+    """Wraps `torch.vmap`: a mapped function is given whole plain tensors.
+
+    DTensor has no part in how torch turns the operations on one sample into
+    those on a batch.
+    """
+
+    @functools.wraps(original)
+    def vmap(*args, **kwargs):
+        return whole(original(*args, **kwargs))
+
+    return vmap
 
 
 def along_dim(op, args, kwargs):
