@@ -24,7 +24,7 @@ import pathlib
 import platform
 import sys
 
-BACKENDS = ("jax", "torch")
+BACKENDS = ("jax", "tensorflow", "torch")
 # Of `decoder.py`, which cannot be imported before the backend is chosen.
 HEAD_SIZE = 32
 
