@@ -27,7 +27,7 @@ import platform
 import sys
 import time
 
-BACKENDS = ("jax", "torch")
+BACKENDS = ("jax", "tensorflow", "torch")
 # Of `decoder.py`, which cannot be imported before the backend is chosen.
 HEAD_SIZE = 32
 

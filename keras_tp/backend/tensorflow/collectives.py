@@ -8,6 +8,7 @@ from keras.src import tree
 from tensorflow.experimental import dtensor
 from tensorflow.python.eager import context
 
+from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import training
 from keras_tp.backend.tensorflow import variables
 
@@ -104,7 +105,7 @@ def _executed_graphs(model, step, data):
     context.async_wait()
     context.context().enable_run_metadata()
     try:
-        run(data)
+        tree.map_structure(placement.to_host, run(data))
         context.async_wait()
         metadata = context.context().export_run_metadata()
     finally:

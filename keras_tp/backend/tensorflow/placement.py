@@ -169,7 +169,8 @@ def read(tensor):
         tensor = dtensor.relayout(tensor, replicated)
         layout = replicated
     if layout.is_fully_replicated():
-        return np.array(dtensor.unpack(tensor)[0].numpy())
+        # Other threads go on meanwhile, which they do not in `unpack`.
+        return np.array(tensor.numpy())
     whole = tuple((0, size) for size in tensor.shape)
     return part_from(local_parts(tensor), whole)
 
@@ -207,9 +208,6 @@ def to_host(value):
     """Returns a DTensor as a plain tensor, and anything else as it is."""
     if not is_dtensor(value):
         return value
-    if dtensor.fetch_layout(value).is_fully_replicated():
-        # Does not wait for the value.
-        return dtensor.unpack(value)[0]
     with tf.device("CPU:0"):
         return tf.constant(read(value))
 

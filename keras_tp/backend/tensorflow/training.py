@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 
 import tensorflow as tf
 from keras.src import tree
@@ -13,6 +14,18 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras_tp.backend.tensorflow import errors
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import variables
+
+# The outputs of a model's last step, as long as nothing has waited for it.
+_running = weakref.WeakKeyDictionary()
+
+
+def _finish(model):
+    """Waits for the step of a model that runs, and raises its error if any.
+
+    Returns:
+        What the step returned, as plain tensors; `None` if none runs.
+    """
+    return tree.map_structure(placement.to_host, _running.pop(model, None))
 
 
 def _mesh_and_axis(current):
@@ -35,8 +48,8 @@ def step_on_mesh(model, step):
         step: Callable, such as `model.train_step`, that is given a batch.
 
     Returns:
-        Callable that is given a batch as the data pipeline yields it. What it
-        returns are plain tensors.
+        Callable that is given a batch as the data pipeline yields it. It does
+        not wait for what it returns, which are DTensors.
     """
     current = distribution()
     mesh, axis = _mesh_and_axis(current)
@@ -60,14 +73,18 @@ def step_on_mesh(model, step):
     def run(data):
         data = place_data(data, current)
         with placement.on_mesh(mesh, axis), errors.explained(one_step):
-            outputs = one_step(data)
-        return tree.map_structure(placement.to_host, outputs)
+            return one_step(data)
 
     return run
 
 
 def hook_make_function(original):
-    """The train and test functions."""
+    """The train and test functions.
+
+    A step runs on the devices while the next batch is drawn and placed. What
+    a step returns is waited for after the next one was started, so at most
+    two are under way, and the error of a step is raised.
+    """
 
     @functools.wraps(original)
     def _make_function(self, step_function):
@@ -79,9 +96,14 @@ def hook_make_function(original):
             outputs = None
             for _, data in zip(range(self.steps_per_execution), iterator):
                 outputs = run(data)
+                _finish(self)
+                _running[self] = outputs
             if outputs is None:
                 raise StopIteration
-            return outputs
+            if isinstance(iterator, tf.data.Iterator):
+                return outputs
+            # The batch of `train_on_batch` or `test_on_batch`: none follows.
+            return _finish(self)
 
         return function
 
@@ -100,7 +122,10 @@ def hook_make_predict_function(original):
         run = step_on_mesh(self, self.predict_step)
 
         def predict_function(data):
-            outputs = [run(batch) for batch in data]
+            outputs = [
+                tree.map_structure(placement.to_host, run(batch))
+                for batch in data
+            ]
             if len(outputs) == 1:
                 return outputs[0]
             return tree.map_structure(
@@ -113,7 +138,10 @@ def hook_make_predict_function(original):
 
 
 def hook_get_metrics_result(original):
-    """At the end of an epoch metrics are asked outside of any step."""
+    """At the end of an epoch metrics are asked outside of any step.
+
+    The last step of the epoch is waited for.
+    """
 
     @functools.wraps(original)
     def get_metrics_result(self):
@@ -124,6 +152,7 @@ def hook_get_metrics_result(original):
             or not tf.executing_eagerly()
         ):
             return original(self)
+        _finish(self)
         mesh, axis = _mesh_and_axis(current)
         with placement.on_mesh(mesh, axis):
             results = original(self)
@@ -150,12 +179,13 @@ def hook_maybe_symbolic_build(original):
         if distribution() is None:
             return original(self, iterator, data_batch)
         if iterator is not None:
-            for _, _, batches in iterator:
-                data_batch = next(iter(batches))
-                break
+            # Not a batch: one that is drawn from a generator is gone.
+            data_batch = iterator._get_iterator().element_spec
 
         def symbolic(x):
-            if x is None or isinstance(x, tf.experimental.Optional):
+            if x is None or isinstance(
+                x, (tf.experimental.Optional, tf.OptionalSpec)
+            ):
                 return None
             return x if hasattr(x, "dtype") else tf.convert_to_tensor(x)
 

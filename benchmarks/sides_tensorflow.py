@@ -1,0 +1,44 @@
+"""TensorFlow: keras_tp against a loop written by hand for DTensor.
+
+Both split the same variables in the same places, and both take their batches
+from a `tf.data.Dataset`, pack them for the devices in the loop, and wait for
+the devices at the end of a turn only. The hand-written loop keeps its dataset
+between turns; Keras makes one for each `fit`.
+"""
+
+import time
+
+import decoder
+import native_tensorflow
+import tensorflow as tf
+
+import keras_tp
+
+RATIOS = [("keras_tp", "dtensor by hand")]
+
+
+def make_sides(options):
+    """Returns a dict of a side's name to the callable that takes its turn."""
+    keras_tp.distribution.set_distribution(
+        decoder.distribution_of(keras_tp.distribution, options)
+    )
+    model = decoder.build_model(options)
+    native = native_tensorflow.Trainer(
+        options, {v.path: v.numpy() for v in model.trainable_variables}
+    )
+    x, y = decoder.make_data(options)
+    batches = tf.data.Dataset.from_tensor_slices((x, y))
+    batches = batches.batch(decoder.BATCH_SIZE).prefetch(tf.data.AUTOTUNE)
+
+    def timed(train):
+        def turn():
+            start = time.perf_counter()
+            loss = train()
+            return (time.perf_counter() - start) / options.steps, loss
+
+        return turn
+
+    return {
+        "keras_tp": timed(lambda: decoder.train_epoch(model, x, y)),
+        "dtensor by hand": timed(lambda: native.train_epoch(batches)),
+    }
