@@ -283,11 +283,11 @@ class ShardingPlan:
             a variable is replicated that the plan splits, or a dim is split
             that should not be, and why.
         """
-        root = None
         found = []
         for row in self.variables:
             if isinstance(layout_map, LayoutMap):
-                root = row.path.split("/")[0]
+                is_inside = row.path.startswith(f"{self.model_name}/")
+                root = self.model_name if is_inside else None
                 layout = layout_map.layout_for(row.path, root)
             else:
                 layout = layout_map[row.path]
