@@ -16,6 +16,18 @@ ADDED = {
     "count_collectives": "(model, x, y=None)",
     "describe": "(model)",
     "distribute_model": "(model, distribution=None)",
+    "plan_sharding": (
+        "(model_or_build_fn, device_mesh, input_spec=None, overrides=None)"
+    ),
+    "register_rule": "(cls)",
+    "ShardingPlan": (
+        "(model_name, device_mesh, axis, variables, reductions, activations, "
+        "split_outputs, without_rule)"
+    ),
+    "TensorParallel": (
+        "(device_mesh=None, batch_dim_name=None, plan=None, overrides=None, "
+        "strict=False, auto_shard_dataset=True)"
+    ),
 }
 KERAS_NAMES = [
     "DataParallel",

@@ -209,6 +209,8 @@ def _why_replicated(variable, role, axes, distribution):
             origin.METRIC: "metrics are replicated",
             origin.SEED: "random state is replicated",
         }[role]
+    if hasattr(distribution, "why_replicated"):
+        return distribution.why_replicated(variable)
     layout_map = getattr(distribution, "_layout_map", None)
     if layout_map is None:
         return "data parallelism replicates variables"

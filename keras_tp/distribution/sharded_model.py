@@ -52,7 +52,9 @@ def distribute_model(model, distribution=None):
             f"Received: model={model}"
         )
     distribution_lib.install()
-    _move(_planned_layouts(model, distribution))
+    if hasattr(distribution, "plan_model"):
+        distribution.plan_model(model)
+    _move(planned_layouts(model, distribution))
     for layer in model._flatten_layers():
         # Compiled for the old layouts.
         for name in ("train_function", "test_function", "predict_function"):
@@ -64,7 +66,7 @@ def distribute_model(model, distribution=None):
     return model
 
 
-def _planned_layouts(model, distribution):
+def planned_layouts(model, distribution):
     """Returns `(variable, origin, layout)` for all state; moves nothing."""
     roles = [(variable, origin.WEIGHT) for variable in model.weights]
     roles += model_hooks.state_of(model)

@@ -1,0 +1,115 @@
+"""Predicted bytes per device and predicted collectives.
+
+Sizes are kept as `coefficient * batch**b * length**l` bytes, so that a plan
+can be asked about any batch size and sequence length after it was made.
+"""
+
+import collections
+import math
+
+from keras.src.utils.dtype_utils import dtype_size
+
+# Slots, each of the size of its variable, that Keras's optimizers keep.
+SLOTS = {
+    "adadelta": 2,
+    "adagrad": 1,
+    "adam": 2,
+    "adamax": 2,
+    "adamw": 2,
+    "ftrl": 2,
+    "lion": 1,
+    "nadam": 2,
+    "rmsprop": 1,
+    "sgd": 0,
+    "sgd_momentum": 1,
+}
+
+# What a backward pass needs the inputs or the outputs of.
+_KEEPS_INPUTS = {
+    "Einsum",
+    "Matmul",
+    "Conv",
+    "ConvTranspose",
+    "DepthwiseConv",
+    "SeparableConv",
+    "Multiply",
+    "LayerNorm",
+    "RMSNorm",
+    "BatchNorm",
+    "Gelu",
+    "Silu",
+    "Square",
+    "DotProductAttention",
+}
+_KEEPS_OUTPUTS = {"Softmax", "Relu", "ReLU", "Sigmoid", "Tanh", "Exp", "Rsqrt"}
+
+
+class Size(collections.namedtuple("Size", ["coefficient", "batch", "length"])):
+    """A number of bytes that grows with the batch and the sequence length.
+
+    Args:
+        coefficient: Int or float.
+        batch: Int, exponent of the batch size.
+        length: Int, exponent of the sequence length.
+    """
+
+    def at(self, batch_size, sequence_length):
+        """Returns the bytes for a batch size and a sequence length."""
+        size = self.coefficient * batch_size**self.batch
+        return size * sequence_length**self.length if self.length else size
+
+
+def size_of(value, graph):
+    """Returns the `Size` of a `Value`.
+
+    The sizes that stand for batch and length are primes that divide no other
+    dim, so that their powers can be read off the number of elements.
+    """
+    elements = math.prod(value.shape)
+    exponents = []
+    for prime in (graph.batch, graph.length):
+        exponent = 0
+        while elements % prime == 0:
+            elements //= prime
+            exponent += 1
+        exponents.append(exponent)
+    return Size(elements * item_bytes(value.dtype), *exponents)
+
+
+def item_bytes(dtype):
+    """Returns the bytes of one element; a boolean takes one."""
+    return max(dtype_size(dtype) // 8, 1)
+
+
+def kept_activations(graph, split_dim, count):
+    """Returns what the forward pass keeps for the backward pass.
+
+    An estimate: the activations that products, normalizations and nonlinear
+    functions need again, each once; a compiler may keep or recompute others.
+
+    Args:
+        graph: `Graph`.
+        split_dim: Function of a `Value`: the dim that is split, or `None`.
+        count: Int, number of devices that a split is over.
+
+    Returns:
+        List of `Size`, of the bytes on one device, one for each pair of
+        exponents.
+    """
+    kept = {}
+    for step in graph.steps:
+        if step.kind in _KEEPS_INPUTS or step.is_leaf:
+            kept.update({v.index: v for v in step.inputs})
+        if step.kind in _KEEPS_OUTPUTS or step.is_leaf:
+            kept.update({v.index: v for v in step.outputs})
+    total = collections.Counter()
+    for value in kept.values():
+        if value.kind in ("variable", "constant"):
+            continue
+        coefficient, *exponents = size_of(value, graph)
+        if exponents[0] == 0:
+            # Without a batch it depends on no input.
+            continue
+        share = 1 if split_dim(value) is None else count
+        total[tuple(exponents)] += coefficient // share
+    return [Size(total[key], *key) for key in sorted(total)]

@@ -1,0 +1,137 @@
+"""A model as a graph: Keras operations, and the tensors between them."""
+
+import math
+import re
+
+from keras import tree
+from keras.src.utils.dtype_utils import dtype_size
+
+INPUT = "input"
+VARIABLE = "variable"
+CONSTANT = "constant"
+RESULT = "result"
+
+
+class Value:
+    """A symbolic tensor: a shape and a dtype, and where it comes from.
+
+    Args:
+        index: Int, its position in `Graph.values`.
+        kind: One of `"input"`, `"variable"`, `"constant"` and `"result"`.
+        shape: Tuple of ints; no dim is unknown, see `trace`.
+        dtype: String.
+        path: String, path of the variable or layer it belongs to.
+        trainable: Boolean. Whether it is a trainable variable.
+    """
+
+    def __init__(self, index, kind, shape, dtype, path="", trainable=False):
+        self.index = index
+        self.kind = kind
+        self.shape = shape
+        self.dtype = dtype
+        self.path = path
+        self.trainable = trainable
+
+    @property
+    def ndim(self):
+        return len(self.shape)
+
+    @property
+    def nbytes(self):
+        return math.prod(self.shape) * max(dtype_size(self.dtype) // 8, 1)
+
+    def __repr__(self):
+        return (
+            f"<Value {self.index} {self.kind} {self.dtype}{self.shape} "
+            f"{self.path!r}>"
+        )
+
+
+class Step:
+    """One operation, or one layer that was not traced through (a leaf).
+
+    Args:
+        operation: The `keras.Operation` or `keras.Layer`.
+        args: Structure, in which each tensor is a `Value`.
+        kwargs: Dict of the same.
+        outputs: List of `Value`.
+        path: String, path of the innermost layer around it.
+        is_leaf: Boolean. Whether it is a layer.
+        variables: List of `Value`, the variables of a leaf.
+    """
+
+    def __init__(
+        self, operation, args, kwargs, outputs, path, is_leaf, variables
+    ):
+        self.operation = operation
+        self.args = args
+        self.kwargs = kwargs
+        self.outputs = outputs
+        self.path = path
+        self.is_leaf = is_leaf
+        self.variables = variables
+        self.inputs = values_in((args, kwargs))
+
+    @property
+    def kind(self):
+        """Name of the class of the operation or layer."""
+        return type(self.operation).__name__
+
+    def __repr__(self):
+        return (
+            f"<Step {self.kind} in {self.path!r}: {self.inputs} -> "
+            f"{self.outputs}>"
+        )
+
+
+class Graph:
+    """The steps of one forward pass, in the order in which they ran.
+
+    Attributes:
+        name: String, name of the model.
+        values: List of all `Value`s.
+        steps: List of `Step`s.
+        inputs: List of the `Value`s the model is called on.
+        outputs: List of the `Value`s it returns.
+        variables: List of `Value`s, one for each weight of the model, used or
+            not, in the natural order of their paths. The order of
+            `model.weights` differs from run to run.
+        batch: Int, the size that stands for the batch.
+        length: Int, the size that stands for every other unknown dim.
+        leaves: Dict of the path of each layer that could not be traced
+            through to the reason.
+    """
+
+    def __init__(self, name, batch, length):
+        self.name = name
+        self.values = []
+        self.steps = []
+        self.inputs = []
+        self.outputs = []
+        self.variables = []
+        self.batch = batch
+        self.length = length
+        self.leaves = {}
+
+    def new_value(self, kind, shape, dtype, path="", trainable=False):
+        """Adds a `Value` and returns it."""
+        value = Value(len(self.values), kind, shape, dtype, path, trainable)
+        self.values.append(value)
+        return value
+
+    def __repr__(self):
+        return (
+            f"<Graph of {self.name!r}: {len(self.steps)} steps, "
+            f"{len(self.variables)} variables>"
+        )
+
+
+def natural(path):
+    """Returns a sort key of a path: `layer_2` comes before `layer_10`."""
+    parts = re.split(r"(\d+)", path)
+    return [int(p) if p.isdigit() else p for p in parts]
+
+
+def values_in(structure):
+    """Returns the list of `Value`s in a structure of anything."""
+    return [v for v in tree.flatten(structure) if isinstance(v, Value)]

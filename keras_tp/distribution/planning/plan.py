@@ -1,0 +1,481 @@
+"""What a planner decided: layouts, why, and what they cost."""
+
+import collections
+import functools
+import io
+import json
+import math
+import re
+
+from keras_tp.distribution.layout_map import LayoutMap
+from keras_tp.distribution.layout_map import format_bytes
+from keras_tp.distribution.planning import cost
+from keras_tp.distribution.tensor_layout import axis_size
+
+FORMAT_VERSION = 1
+
+
+class PlannedVariable(
+    collections.namedtuple(
+        "PlannedVariable",
+        [
+            "path",
+            "shape",
+            "dtype",
+            "trainable",
+            "axes",
+            "blocks",
+            "why",
+            "obstacles",
+        ],
+    )
+):
+    """One row of a `ShardingPlan`.
+
+    Args:
+        path: String.
+        shape: Tuple of ints.
+        dtype: String.
+        trainable: Boolean.
+        axes: Tuple with `None`, a mesh axis or a tuple of mesh axes for each
+            dim: the logical layout.
+        blocks: Int. If more than 1, the split dim consists of so many blocks
+            and each device is to have a part of each. A Keras layout cannot
+            say so: the variable is replicated.
+        why: String.
+        obstacles: Tuple with a string for each dim: why the planner would not
+            split it, or an empty one.
+    """
+
+    @property
+    def layout_axes(self):
+        """The axes of the layout that is really used."""
+        return self.axes if self.blocks == 1 else (None,) * len(self.shape)
+
+    @property
+    def nbytes(self):
+        """Size of the whole variable in bytes."""
+        return math.prod(self.shape) * cost.item_bytes(self.dtype)
+
+    @property
+    def is_split(self):
+        return any(self.layout_axes)
+
+
+class PlannedReduction(
+    collections.namedtuple(
+        "PlannedReduction", ["path", "operation", "backward", "terms", "size"]
+    )
+):
+    """A sum over the devices, once in every training step.
+
+    Args:
+        path: String, path of the layer that causes it.
+        operation: String, name of the operation.
+        backward: Boolean. Whether a gradient is summed; it is not in a forward
+            pass then.
+        terms: Int, how many gradients are added up before they are summed.
+            XLA's pipeline for CPUs sums each of them over the devices.
+        size: `Size` in bytes.
+    """
+
+
+class ShardingPlan:
+    """The layout of every variable of a model, and what that costs.
+
+    Made by `plan_sharding` or read from a file. It is logical: the same for a
+    model and a mesh on every backend.
+
+    Args:
+        model_name: String.
+        device_mesh: `DeviceMesh`.
+        axis: String, the mesh axis that splits variables, or `None`.
+        variables: List of `PlannedVariable`, in the natural order of their
+            paths.
+        reductions: List of `PlannedReduction`.
+        activations: List of `Size`, bytes on one device that the forward pass
+            keeps for the backward pass.
+        split_outputs: List of `Size`, of the outputs of the model that are
+            split.
+        without_rule: Dict of each kind of operation or layer that the planner
+            has no rule for to the path of the first.
+    """
+
+    def __init__(
+        self,
+        model_name,
+        device_mesh,
+        axis,
+        variables,
+        reductions,
+        activations,
+        split_outputs,
+        without_rule,
+    ):
+        self.model_name = model_name
+        self.device_mesh = device_mesh
+        self.axis = axis
+        self.variables = variables
+        self.reductions = reductions
+        self.activations = activations
+        self.split_outputs = split_outputs
+        self.without_rule = without_rule
+
+    def __getitem__(self, path):
+        """Returns the `PlannedVariable` of a path; `KeyError` if none."""
+        return self._by_path[path]
+
+    def __contains__(self, path):
+        return path in self._by_path
+
+    @functools.cached_property
+    def _by_path(self):
+        return {row.path: row for row in self.variables}
+
+    @property
+    def layout_map(self):
+        """A `LayoutMap` with the layout of every variable, by its path."""
+        layout_map = LayoutMap(self.device_mesh)
+        for row in self.variables:
+            layout_map[re.escape(row.path)] = row.layout_axes
+        return layout_map
+
+    @property
+    def split_share(self):
+        """Share of the bytes of matrices and the like that is split."""
+        rows = [row for row in self.variables if len(row.shape) > 1]
+        total = sum(row.nbytes for row in rows)
+        return sum(r.nbytes for r in rows if r.is_split) / total if total else 1
+
+    @property
+    def batch_axis(self):
+        """The first axis of the mesh that splits batches, or `None`."""
+        for name in ("batch", "data"):
+            if name in self.device_mesh.axis_names:
+                return name
+        return None
+
+    def distribution(self):
+        """Returns a `TensorParallel` distribution with these layouts."""
+        # Imported late: distributions are made of plans, not plans of them.
+        from keras_tp.distribution.tensor_parallel import TensorParallel
+
+        return TensorParallel(plan=self)
+
+    # -- predictions ---------------------------------------------------------
+
+    def memory(
+        self, batch_size, sequence_length=None, optimizer="adam", dtype=None
+    ):
+        """Predicts the bytes on one device in a training step.
+
+        Parameters, gradients and slots are exact, but for the few scalars of
+        the optimizer; activations are an estimate.
+
+        Args:
+            batch_size: Int, the global batch size.
+            sequence_length: Int, the size of the inputs' other unknown dims.
+                Defaults to `None`; needed if there are any.
+            optimizer: String, name of a Keras optimizer, or `"sgd_momentum"`.
+            dtype: String, dtype to keep the floating-point variables in
+                instead of their own. Defaults to `None`.
+
+        Returns:
+            Dict of `"parameters"`, `"gradients"`, `"slots"`, `"activations"`
+            and `"total"` to bytes.
+        """
+        if optimizer not in cost.SLOTS:
+            raise ValueError(
+                f"`optimizer` must be one of {sorted(cost.SLOTS)}. Received: "
+                f"optimizer={optimizer!r}"
+            )
+        parameters = gradients = 0
+        for row in self.variables:
+            size = self._device_bytes(row, dtype)
+            parameters += size
+            gradients += size if row.trainable else 0
+        activations = self._sum(self.activations, batch_size, sequence_length)
+        found = {
+            "parameters": parameters,
+            "gradients": gradients,
+            "slots": gradients * cost.SLOTS[optimizer],
+            "activations": activations,
+        }
+        return {**found, "total": sum(found.values())}
+
+    def collectives(self, batch_size, sequence_length=None):
+        """Predicts what one training step of the logical program communicates.
+
+        The sums that a loss over split outputs needs are not counted, nor
+        those of clipping and metrics. A step with several replicas of the
+        model sums each gradient over them.
+
+        Args:
+            batch_size: Int, the global batch size.
+            sequence_length: Int, the size of the inputs' other unknown dims.
+                Defaults to `None`; needed if there are any.
+
+        Returns:
+            Dict of `"all_reduce"` to `(count, bytes)`, bytes on one device.
+        """
+        sizes = [row.size for row in self.reductions]
+        total = self._sum(sizes, batch_size, sequence_length)
+        count = len(sizes)
+        if self._replicas > 1:
+            gradients = [r for r in self.variables if r.trainable]
+            count += len(gradients)
+            total += sum(self._device_bytes(row) for row in gradients)
+        return {"all_reduce": (count, total)}
+
+    @property
+    def _replicas(self):
+        return axis_size(self.device_mesh, self.batch_axis)
+
+    def _sum(self, sizes, batch_size, sequence_length):
+        if sequence_length is None and any(size.length for size in sizes):
+            raise ValueError(
+                f"The inputs of {self.model_name!r} have unknown dims beside "
+                "the batch: pass `sequence_length`. Received: "
+                "sequence_length=None"
+            )
+        batch = batch_size // self._replicas
+        return sum(size.at(batch, sequence_length) for size in sizes)
+
+    def _device_bytes(self, row, dtype=None):
+        item = cost.item_bytes(row.dtype)
+        if dtype is not None and "float" in row.dtype:
+            item = cost.item_bytes(dtype)
+        count = math.prod(
+            axis_size(self.device_mesh, axis) for axis in row.layout_axes
+        )
+        return math.prod(row.shape) * item // count
+
+    # -- comparisons ---------------------------------------------------------
+
+    def diff(self, other):
+        """Returns where another plan differs.
+
+        Args:
+            other: `ShardingPlan`.
+
+        Returns:
+            Dict of path to a pair of `(axes, blocks)`, of this plan and of the
+            other; `None` where a plan does not have the path.
+        """
+        found = {}
+        for path in {**self._by_path, **other._by_path}:
+            mine, theirs = (
+                (row.axes, row.blocks) if row else None
+                for row in (self._by_path.get(path), other._by_path.get(path))
+            )
+            if mine != theirs:
+                found[path] = mine, theirs
+        return found
+
+    def compare(self, layout_map):
+        """Tells where a map of layouts does worse than this plan.
+
+        Args:
+            layout_map: `LayoutMap`, such as one written by hand.
+
+        Returns:
+            List of `(path, message)`, in the order of the plan:
+            a variable is replicated that the plan splits, or a dim is split
+            that should not be, and why.
+        """
+        found = []
+        for row in self.variables:
+            if isinstance(layout_map, LayoutMap):
+                is_inside = row.path.startswith(f"{self.model_name}/")
+                root = self.model_name if is_inside else None
+                layout = layout_map.layout_for(row.path, root)
+            else:
+                layout = layout_map[row.path]
+            theirs = tuple(layout.axes) if layout is not None else ()
+            theirs = theirs or (None,) * len(row.shape)
+            message = self._comparison(row, theirs)
+            if message:
+                found.append((row.path, message))
+        return found
+
+    def _comparison(self, row, theirs):
+        if len(theirs) != len(row.shape):
+            return (
+                f"has rank {len(row.shape)} and a layout of rank {len(theirs)}"
+            )
+        count = axis_size(self.device_mesh, self.axis)
+        for dim, axis in enumerate(theirs):
+            names = (axis,) if isinstance(axis, str) else axis or ()
+            if self.axis not in names or row.layout_axes[dim] == axis:
+                continue
+            if row.shape[dim] % count:
+                return f"dim {dim} is split and does not divide by {count}"
+            if row.obstacles[dim]:
+                return (
+                    f"dim {dim} is split, which communicates: "
+                    + (row.obstacles[dim])
+                )
+            mine = row.layout_axes
+            return f"dim {dim} is split, the plan has {mine}: {row.why}"
+        if row.is_split and not any(theirs):
+            saved = row.nbytes - self._device_bytes(row)
+            return (
+                f"replicated; {row.layout_axes} would save "
+                f"{format_bytes(saved)} on each device"
+            )
+        return ""
+
+    # -- text ----------------------------------------------------------------
+
+    def summary(self):
+        """Returns a table: path, shape, layout, size on one device, why."""
+        # Imported late: only a printed plan needs it.
+        from rich.console import Console
+        from rich.table import Table
+
+        mesh = self.device_mesh
+        table = Table(title=f"Sharding plan of {self.model_name}")
+        for heading in ("variable", "shape", "layout"):
+            table.add_column(heading, overflow="fold")
+        table.add_column("MiB per device", justify="right")
+        table.add_column("why", overflow="fold")
+        for row in self.variables:
+            table.add_row(
+                row.path,
+                str(row.shape),
+                _layout_text(row),
+                f"{self._device_bytes(row) / 2**20:.3f}",
+                row.why,
+            )
+        text = io.StringIO()
+        console = Console(file=text, width=120)
+        console.print(table)
+        total = sum(row.nbytes for row in self.variables)
+        held = sum(self._device_bytes(row) for row in self.variables)
+        console.print(
+            f"Mesh {dict(zip(mesh.axis_names, mesh.shape))}: each device holds "
+            f"{format_bytes(held)} of {format_bytes(total)}; "
+            f"{self.split_share:.1%} of the matrices are split; "
+            f"{len(self.reductions)} sums over the devices in a training step."
+        )
+        for kind, path in self.without_rule.items():
+            console.print(
+                f"No rule for {kind} (first in {path!r}): what it meets is "
+                "not split."
+            )
+        return text.getvalue().rstrip()
+
+    def __repr__(self):
+        mesh = dict(zip(self.device_mesh.axis_names, self.device_mesh.shape))
+        return (
+            f"<{self.__class__.__name__} model={self.model_name!r}, "
+            f"mesh={mesh}, {len(self.variables)} variables, "
+            f"{self.split_share:.1%} of the matrices split>"
+        )
+
+    __str__ = summary
+
+    # -- files ---------------------------------------------------------------
+
+    def to_json(self):
+        """Returns the plan as text: one line for each variable and sum."""
+        mesh = self.device_mesh
+        head = {
+            "format": FORMAT_VERSION,
+            "model": self.model_name,
+            "mesh": {
+                "shape": list(mesh.shape),
+                "axis_names": list(mesh.axis_names),
+            },
+            "axis": self.axis,
+            "without_rule": dict(sorted(self.without_rule.items())),
+            "activations": self.activations,
+            "split_outputs": self.split_outputs,
+        }
+        lists = {
+            "variables": [row._asdict() for row in self.variables],
+            "reductions": [row._asdict() for row in self.reductions],
+        }
+        lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
+        for name, rows in lists.items():
+            body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+            lines.append(f"{json.dumps(name)}: [\n{body}\n ]")
+        return "{\n " + ",\n ".join(lines) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text, device_mesh=None):
+        """Returns the plan that `to_json` wrote.
+
+        Args:
+            text: String.
+            device_mesh: `DeviceMesh` of the shape and axes of the plan's.
+                Defaults to one of the first devices there are.
+
+        Raises:
+            ValueError: if the text is no plan, of another format, or the mesh
+                differs.
+        """
+        try:
+            data = json.loads(text)
+            version = data["format"]
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(
+                f"This is not a sharding plan, or it is cut off: {e!r}. "
+                f"Received: {text[:60]!r}"
+            ) from e
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"A sharding plan of format {FORMAT_VERSION} is needed; plan "
+                f"the model again. Received: format={version!r}"
+            )
+        shape = tuple(data["mesh"]["shape"])
+        names = list(data["mesh"]["axis_names"])
+        if device_mesh is None:
+            device_mesh = _mesh_of_first_devices(shape, names)
+        if (tuple(device_mesh.shape), list(device_mesh.axis_names)) != (
+            shape,
+            names,
+        ):
+            raise ValueError(
+                f"The plan is for a mesh of shape {shape} with axes {names}. "
+                f"Received: device_mesh={device_mesh}"
+            )
+        return cls(
+            model_name=data["model"],
+            device_mesh=device_mesh,
+            axis=data["axis"],
+            variables=[_variable(row) for row in data["variables"]],
+            reductions=[
+                PlannedReduction(**{**row, "size": cost.Size(*row["size"])})
+                for row in data["reductions"]
+            ],
+            activations=[cost.Size(*size) for size in data["activations"]],
+            split_outputs=[cost.Size(*size) for size in data["split_outputs"]],
+            without_rule=data["without_rule"],
+        )
+
+
+def _variable(row):
+    axes = (tuple(a) if isinstance(a, list) else a for a in row["axes"])
+    return PlannedVariable(
+        **{
+            **row,
+            "shape": tuple(row["shape"]),
+            "axes": tuple(axes),
+            "obstacles": tuple(row["obstacles"]),
+        }
+    )
+
+
+def _mesh_of_first_devices(shape, names):
+    # Imported late: a plan can be read where no devices are.
+    from keras_tp.distribution.distribution_lib import DeviceMesh
+    from keras_tp.distribution.distribution_lib import list_devices
+
+    return DeviceMesh(shape, names, list_devices()[: math.prod(shape)])
+
+
+def _layout_text(row):
+    if row.blocks > 1:
+        return f"replicated ({row.axes} in {row.blocks} blocks)"
+    return str(row.axes) if any(row.axes) else "replicated"

@@ -1,0 +1,127 @@
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_tp import distribution
+from keras_tp.distribution import ShardingPlan
+
+
+def mesh(shape=(1, 2)):
+    count = int(np.prod(shape))
+    devices = distribution.list_devices()
+    if len(devices) < count:
+        pytest.skip(f"a mesh of {shape} needs {count} devices")
+    return distribution.DeviceMesh(shape, ["batch", "model"], devices[:count])
+
+
+def build():
+    inputs = keras.Input((12,))
+    x = layers.Dense(10, name="first")(inputs)
+    x = layers.LayerNormalization(name="norm")(x)
+    x = layers.Dense(16, activation="relu", name="up")(x)
+    return keras.Model(inputs, layers.Dense(5, name="down")(x), name="mlp")
+
+
+def plan(**kwargs):
+    return distribution.plan_sharding(build, mesh(), **kwargs)
+
+
+def test_json_round_trip():
+    made = plan()
+    text = made.to_json()
+    read = ShardingPlan.from_json(text)
+    assert read.to_json() == text
+    assert read.variables == made.variables
+    assert read.diff(made) == {}
+    assert read.memory(4) == made.memory(4)
+    assert read.collectives(4) == made.collectives(4)
+    assert read.summary() == made.summary()
+    # One line for each variable, so that a diff can be read.
+    lines = [line for line in text.splitlines() if '"path": "up/' in line]
+    assert len([line for line in lines if '"blocks"' in line]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "cut off"),
+        (lambda text: "[]", "not a sharding plan"),
+        (lambda text: text.replace('"format": 1', '"format": 2'), "format=2"),
+    ],
+)
+def test_files_that_are_no_plan(change, message):
+    with pytest.raises(ValueError, match=message):
+        ShardingPlan.from_json(change(plan().to_json()))
+
+
+def test_a_file_for_another_mesh():
+    with pytest.raises(ValueError, match="plan is for a mesh of shape"):
+        ShardingPlan.from_json(plan().to_json(), mesh((2, 1)))
+
+
+def test_an_override_of_two_axes_survives_the_file():
+    made = plan(overrides={"up/kernel": (None, ("batch", "model"))})
+    read = ShardingPlan.from_json(made.to_json())
+    assert read["up/kernel"].axes == (None, ("batch", "model"))
+
+
+def test_diff():
+    other = plan(overrides={"up/kernel": (None, None)})
+    assert plan().diff(other)["up/kernel"] == (
+        ((None, "model"), 1),
+        ((None, None), 1),
+    )
+    assert "norm/gamma" not in plan().diff(other)
+
+
+def test_compare_finds_what_a_map_does_worse():
+    layout_map = distribution.LayoutMap(mesh())
+    layout_map["up/kernel"] = ("model", None)
+    layout_map["down/kernel"] = ("model", None)
+    found = dict(plan().compare(layout_map))
+    assert "communicates: normalized over this dim" in found["up/kernel"]
+    assert "would save 32 B" in found["up/bias"]
+    assert set(found) == {"up/kernel", "up/bias"}
+    assert plan().compare(plan().layout_map) == []
+
+
+def test_memory_is_what_the_devices_hold():
+    made = plan()
+    with made.distribution().scope():
+        model = build()
+        model.compile("adam", "mse")
+        model.fit(np.ones((4, 12)), np.ones((4, 5)), verbose=0)
+    report = distribution.describe(model)
+    held = {"weight": 0, "slot": 0}
+    for row in report.rows:
+        if row.role in held and row.shape:
+            held[row.role] += max(row.device_bytes.values())
+    predicted = made.memory(4, optimizer="adam")
+    assert predicted["parameters"] == held["weight"]
+    assert predicted["slots"] == held["slot"]
+    assert predicted["gradients"] == held["weight"]
+    assert sum(predicted.values()) == 2 * predicted["total"]
+
+
+def test_memory_of_other_optimizers_and_dtypes():
+    made = plan()
+    parameters = made.memory(4)["parameters"]
+    assert made.memory(4, optimizer="sgd")["slots"] == 0
+    assert made.memory(4, optimizer="lion")["slots"] == parameters
+    half = made.memory(4, dtype="bfloat16")["parameters"]
+    assert 2 * half == parameters
+    with pytest.raises(ValueError, match="must be one of"):
+        made.memory(4, optimizer="nothing")
+
+
+def test_summary_names_everything():
+    text = plan().summary()
+    for part in ("up/kernel", "(None, 'model')", "normalized over this dim"):
+        assert part in text
+    data = json.loads(plan().to_json())
+    assert {row["path"] for row in data["variables"]} == {
+        v.path for v in build().weights
+    }

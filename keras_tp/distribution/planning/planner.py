@@ -1,0 +1,180 @@
+"""A model, a mesh and what the user overrides, made into a plan."""
+
+import re
+
+from keras import Layer
+
+from keras_tp.distribution.planning import cost
+from keras_tp.distribution.planning import rules_math  # noqa: F401
+from keras_tp.distribution.planning import rules_nn  # noqa: F401
+from keras_tp.distribution.planning import rules_shape  # noqa: F401
+from keras_tp.distribution.planning import solver
+from keras_tp.distribution.planning import trace
+from keras_tp.distribution.planning.plan import PlannedReduction
+from keras_tp.distribution.planning.plan import PlannedVariable
+from keras_tp.distribution.planning.plan import ShardingPlan
+from keras_tp.distribution.tensor_layout import TensorLayout
+from keras_tp.distribution.tensor_layout import check_layout
+
+# Names of mesh axes that split batches, not variables.
+BATCH_AXES = ("batch", "data")
+MODEL_AXIS = "model"
+
+
+def plan_sharding(
+    model_or_build_fn, device_mesh, input_spec=None, overrides=None
+):
+    """Plans how the variables of a model are split over a mesh.
+
+    The plan follows from the model's dataflow, not from names. It is the same
+    on every backend and in every run. Variables are split over the mesh axis
+    `"model"` (the last axis if none has that name; never one that is called
+    `"batch"` or `"data"`).
+
+    Example:
+
+    ```python
+    mesh = DeviceMesh((1, 4), ["batch", "model"])
+    plan = plan_sharding(build_model, mesh)
+    with plan.distribution().scope():
+        model = build_model()
+    ```
+
+    Args:
+        model_or_build_fn: Keras model, or a function that builds one. Of the
+            latter no weights are allocated, and name counters, random state
+            and global state are as before, so that the model that is built
+            next has the paths of the plan.
+        device_mesh: `DeviceMesh`. Its devices need not exist.
+        input_spec: Structure of shape tuples or `KerasTensor`s, the model's
+            inputs. Defaults to `None`, for a model that knows its own.
+        overrides: Dict of path, or pattern that matches whole paths, to a
+            tuple of mesh axes and `None`s, one for each dim. What has to be
+            split together with an overridden dim follows. Defaults to `None`.
+
+    Returns:
+        A `ShardingPlan`.
+
+    Raises:
+        ValueError: if the model's inputs are not known, or an override cannot
+            hold.
+    """
+    if isinstance(model_or_build_fn, Layer):
+        graph = trace.trace(model_or_build_fn, input_spec)
+    elif callable(model_or_build_fn):
+        graph = trace.trace_build(model_or_build_fn, input_spec)
+    else:
+        raise ValueError(
+            "`plan_sharding` takes a Keras model or a function that builds "
+            f"one. Received: {model_or_build_fn}"
+        )
+    return plan_graph(graph, device_mesh, overrides)
+
+
+def plan_graph(graph, device_mesh, overrides=None):
+    """As `plan_sharding`, of a `Graph`."""
+    axis = model_axis(device_mesh)
+    sizes = dict(zip(device_mesh.axis_names, device_mesh.shape))
+    count = sizes[axis] if axis else 1
+    overridden = _resolve_overrides(graph, device_mesh, overrides or {})
+    forced = {
+        path: axes.index(axis) if axis in axes else None
+        for path, axes in overridden.items()
+    }
+    solution = solver.solve(graph, count, forced)
+    variables, seen = [], set()
+    for value in graph.variables:
+        if value.path in seen:
+            continue
+        seen.add(value.path)
+        choice = solution.choices[value.path]
+        axes = [None] * value.ndim
+        if choice.dim is not None:
+            axes[choice.dim] = axis
+        variables.append(
+            PlannedVariable(
+                path=value.path,
+                shape=value.shape,
+                dtype=value.dtype,
+                trainable=value.trainable,
+                axes=overridden.get(value.path, tuple(axes)),
+                blocks=choice.blocks,
+                why=choice.why,
+                obstacles=tuple(choice.obstacles),
+            )
+        )
+    return ShardingPlan(
+        model_name=graph.name,
+        device_mesh=device_mesh,
+        axis=axis,
+        variables=variables,
+        reductions=[
+            PlannedReduction(
+                path=r.path,
+                operation=r.kind,
+                backward=r.backward,
+                terms=r.terms,
+                size=cost.size_of(r.tensor, graph),
+            )
+            for r in solution.reductions
+        ],
+        activations=cost.kept_activations(graph, solution.split_dim, count),
+        split_outputs=[
+            cost.size_of(value, graph)
+            for value in graph.outputs
+            if solution.split_dim(value) is not None
+        ],
+        without_rule=solution.unknown,
+    )
+
+
+def model_axis(device_mesh):
+    """Returns the name of the axis that splits variables, or `None`."""
+    names = [name for name in device_mesh.axis_names if name not in BATCH_AXES]
+    return MODEL_AXIS if MODEL_AXIS in names else (names or [None])[-1]
+
+
+def batch_axis(device_mesh):
+    """Returns the name of the axis that splits batches, or `None`."""
+    for name in BATCH_AXES:
+        if name in device_mesh.axis_names:
+            return name
+    return None
+
+
+def override_matches(pattern, path):
+    """Whether an override is for a path: equal, or a match of all of it."""
+    return pattern == path or re.fullmatch(pattern, path) is not None
+
+
+def _resolve_overrides(graph, device_mesh, overrides):
+    """Returns a dict of path to axes; every override holds somewhere."""
+    found = {}
+    for pattern, axes in overrides.items():
+        axes = tuple(axes)
+        matched = [
+            value
+            for value in graph.variables
+            if override_matches(pattern, value.path)
+        ]
+        if not matched:
+            raise ValueError(
+                "An override matches no variable of model "
+                f"{graph.name!r} (the whole path has to match). Received: "
+                f"{pattern!r}; the first paths are "
+                f"{[value.path for value in graph.variables[:3]]}"
+            )
+        layout = TensorLayout(axes, device_mesh)
+        for value in matched:
+            if found.get(value.path, axes) != axes:
+                raise ValueError(
+                    f"Two overrides match {value.path!r}. Received: {axes} and "
+                    f"{found[value.path]}"
+                )
+            check_layout(
+                layout,
+                value.shape,
+                f"override {pattern!r} of variable {value.path!r}",
+            )
+            found[value.path] = layout.axes
+    return found

@@ -1,0 +1,420 @@
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_tp import distribution
+from keras_tp.distribution.planning import planner
+
+
+def mesh(*shape, axis_names=("batch", "model")):
+    """Returns a mesh of devices that need not exist."""
+    devices = [f"cpu:{i}" for i in range(int(np.prod(shape)))]
+    return keras.distribution.DeviceMesh(shape, list(axis_names), devices)
+
+
+def plan_of(model, count=4, **kwargs):
+    return distribution.plan_sharding(model, mesh(1, count), **kwargs)
+
+
+def split(plan):
+    """Returns a dict of the split paths to the dim that is split."""
+    return {
+        row.path: row.axes.index("model")
+        for row in plan.variables
+        if "model" in row.axes
+    }
+
+
+def mlp():
+    inputs = keras.Input((12,))
+    x = layers.Dense(16, activation="relu", name="up")(inputs)
+    return keras.Model(inputs, layers.Dense(5, name="down")(x), name="mlp")
+
+
+PAIR = {"up/kernel": 1, "up/bias": 0, "down/kernel": 0}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_two_layers_are_a_column_and_a_row(count):
+    plan = plan_of(mlp, count)
+    assert split(plan) == PAIR
+    assert plan.collectives(8) == {"all_reduce": (1, 8 * 5 * 4)}
+
+
+def test_one_device_along_the_axis():
+    assert split(plan_of(mlp, 1)) == {}
+
+
+def test_dims_that_do_not_divide_are_whole_and_named():
+    plan = plan_of(mlp, 3)
+    assert split(plan) == {}
+    assert "16 does not divide by 3" in plan["up/kernel"].why
+    assert "by [2, 4, 8, 16]" in plan["up/kernel"].why
+
+
+def test_a_build_function_leaves_no_trace():
+    keras.utils.set_random_seed(3)
+    expected = [v.path for v in mlp().weights] + [layers.Dense(1).name]
+    drawn = (
+        np.random.rand(),
+        keras.ops.convert_to_numpy(keras.random.uniform((2,))),
+    )
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(3)
+    plan_of(lambda: keras.Sequential([keras.Input((4,)), layers.Dense(2)]))
+    found = [v.path for v in mlp().weights] + [layers.Dense(1).name]
+    assert found == expected
+    assert np.random.rand() == drawn[0]
+    again = keras.ops.convert_to_numpy(keras.random.uniform((2,)))
+    np.testing.assert_array_equal(again, drawn[1])
+
+
+def test_a_build_function_allocates_no_weights():
+    def build():
+        inputs = keras.Input((2**20,))
+        x = layers.Dense(2**20, name="up")(inputs)
+        return keras.Model(inputs, layers.Dense(8, name="down")(x))
+
+    # 4 TiB.
+    plan = plan_of(build)
+    assert plan["up/kernel"].nbytes == 2**42
+    assert plan.memory(1, optimizer="sgd")["parameters"] < 2**41
+
+
+def test_a_model_that_exists_keeps_its_variables():
+    model = mlp()
+    before = model.get_weights()
+    names = {id(v) for v in model.weights}
+    assert split(plan_of(model)) == PAIR
+    assert {id(v) for v in model.weights} == names
+    for value, old in zip(model.get_weights(), before):
+        np.testing.assert_array_equal(value, old)
+    assert model(np.ones((2, 12), "float32")).shape == (2, 5)
+    # Keras is as it was: a symbolic call still makes nodes.
+    again = keras.Model(model.input, model(model.input))
+    assert len(again.layers) == 2
+
+
+def residual():
+    inputs = keras.Input((None, 24))
+    x = layers.Dense(32, name="open")(inputs)
+    for k in range(2):
+        h = layers.LayerNormalization(name=f"norm_{k}")(x)
+        h = layers.Dense(48, activation="gelu", name=f"up_{k}")(h)
+        x = x + layers.Dense(32, name=f"down_{k}")(h)
+    return keras.Model(inputs, x)
+
+
+def test_the_residual_stream_is_whole():
+    plan = plan_of(residual)
+    expected = {}
+    for k in range(2):
+        expected |= {f"up_{k}/kernel": 1, f"up_{k}/bias": 0}
+        expected |= {f"down_{k}/kernel": 0}
+    assert split(plan) == expected
+    # For each pair, its output and the gradient of its input.
+    assert plan.collectives(2, 6) == {"all_reduce": (4, 4 * 2 * 6 * 32 * 4)}
+    with pytest.raises(ValueError, match="pass `sequence_length`"):
+        plan.collectives(2)
+
+
+def attention():
+    inputs = keras.Input((6, 24))
+    x = layers.MultiHeadAttention(4, 8, name="attention")(inputs, inputs)
+    return keras.Model(inputs, x)
+
+
+HEADS = {
+    **{f"attention/{name}/kernel": 1 for name in ("query", "key", "value")},
+    **{f"attention/{name}/bias": 0 for name in ("query", "key", "value")},
+    "attention/attention_output/kernel": 0,
+}
+
+
+def test_attention_is_split_by_heads():
+    assert split(plan_of(attention)) == HEADS
+
+
+def test_heads_are_never_cut():
+    plan = plan_of(attention, 8)
+    assert split(plan) == {}
+    assert "heads: 4 does not divide by 8" in plan["attention/query/kernel"].why
+
+
+def grouped(key_value_heads, queries=8):
+    def build():
+        inputs = keras.Input((6, 24))
+        x = layers.GroupQueryAttention(
+            8, queries, key_value_heads, name="attention"
+        )(inputs, inputs)
+        return keras.Model(inputs, x)
+
+    return build
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_too_few_heads_of_keys_and_values_are_whole(heads):
+    assert split(plan_of(grouped(heads))) == {
+        "attention/query/kernel": 1,
+        "attention/query/bias": 0,
+        "attention/attention_output/kernel": 0,
+    }
+
+
+def test_enough_heads_of_keys_and_values_are_split():
+    plan = plan_of(grouped(4))
+    assert split(plan) == HEADS
+
+
+class Composite(layers.Layer):
+    """Queries are (head of keys, group); keys are not repeated."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.q = layers.EinsumDense("btd,dnh->btnh", (None, 4, 8), name="a")
+        self.k = layers.EinsumDense("btd,dkh->btkh", (None, 2, 8), name="b")
+        self.v = layers.EinsumDense("btd,dkh->btkh", (None, 2, 8), name="c")
+        self.o = layers.EinsumDense("btnh,nhd->btd", (None, 24), name="d")
+
+    def build(self, shape):
+        for layer in (self.q, self.k, self.v):
+            layer.build(shape)
+        self.o.build((*shape[:-1], 4, 8))
+
+    def call(self, x):
+        ops = keras.ops
+        length = x.shape[1]
+        q = ops.reshape(self.q(x), (-1, length, 2, 2, 8))
+        scores = ops.einsum("btkgh,bskh->bkgts", q, self.k(x))
+        out = ops.einsum("bkgts,bskh->btkgh", ops.softmax(scores), self.v(x))
+        return self.o(ops.reshape(out, (-1, length, 4, 8)))
+
+
+def composite():
+    inputs = keras.Input((6, 24))
+    return keras.Model(inputs, Composite(name="x")(inputs))
+
+
+def test_heads_made_of_two_dims_are_split_along_both():
+    assert split(plan_of(composite, 2)) == {
+        "x/a/kernel": 1,
+        "x/b/kernel": 1,
+        "x/c/kernel": 1,
+        "x/d/kernel": 0,
+    }
+    # 2 heads of keys by 2 groups of queries; the keys are on all devices.
+    assert split(plan_of(composite, 4)) == {"x/a/kernel": 1, "x/d/kernel": 0}
+
+
+class Fused(layers.Layer):
+    """Queries, keys and values in one kernel."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.a = layers.Dense(96, name="a")
+        self.b = layers.Dense(32, name="b")
+
+    def build(self, shape):
+        self.a.build(shape)
+        self.b.build(shape)
+
+    def call(self, x):
+        ops = keras.ops
+        parts = ops.split(self.a(x), 3, axis=-1)
+        q, k, v = (
+            ops.transpose(ops.reshape(p, (-1, 6, 4, 8)), (0, 2, 1, 3))
+            for p in parts
+        )
+        scores = ops.softmax(ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))))
+        out = ops.transpose(ops.matmul(scores, v), (0, 2, 1, 3))
+        return self.b(ops.reshape(out, (-1, 6, 32)))
+
+
+def test_fused_projections_are_planned_in_blocks():
+    inputs = keras.Input((6, 32))
+    plan = plan_of(keras.Model(inputs, Fused(name="x")(inputs)))
+    row = plan["x/a/kernel"]
+    assert (row.axes, row.blocks) == ((None, "model"), 3)
+    # A Keras layout cannot say so.
+    assert row.layout_axes == (None, None) and not row.is_split
+    assert plan.layout_map["x/a/kernel"].axes == (None, None)
+    assert "in 3 blocks" in plan.summary()
+
+
+def test_gated_pair():
+    inputs = keras.Input((24,))
+    gate = layers.Dense(16, activation="silu", name="gate")(inputs)
+    x = gate * layers.Dense(16, name="up")(inputs)
+    model = keras.Model(inputs, layers.Dense(5, name="down")(x))
+    assert split(plan_of(model)) == {
+        **PAIR,
+        "gate/kernel": 1,
+        "gate/bias": 0,
+    }
+
+
+def test_tied_embedding_is_split_over_the_vocabulary():
+    inputs = keras.Input((None,), dtype="int32")
+    table = layers.ReversibleEmbedding(48, 20, name="tokens")
+    x = layers.LayerNormalization()(table(inputs))
+    plan = plan_of(keras.Model(inputs, table(x, reverse=True)))
+    assert split(plan) == {"tokens/embeddings": 0}
+    # What is looked up, and the gradient of what the logits are made of.
+    size = 2 * 6 * 20 * 4
+    assert plan.collectives(2, 6) == {"all_reduce": (2, 2 * size)}
+
+
+def test_convolutions_alternate():
+    inputs = keras.Input((12, 12, 3))
+    x = layers.Conv2D(16, 3, name="up", activation="relu")(inputs)
+    x = layers.BatchNormalization(name="norm")(x)
+    x = layers.DepthwiseConv2D(3, name="depth")(x)
+    model = keras.Model(inputs, layers.Conv2D(10, 1, name="down")(x))
+    assert split(plan_of(model)) == {
+        "up/kernel": 3,
+        "up/bias": 0,
+        **{
+            f"norm/{name}": 0
+            for name in ("gamma", "beta", "moving_mean", "moving_variance")
+        },
+        "depth/kernel": 2,
+        "depth/bias": 0,
+        "down/kernel": 2,
+    }
+
+
+@pytest.mark.parametrize("layer", [layers.LSTM, layers.GRU])
+def test_gates_stay_together(layer):
+    inputs = keras.Input((6, 12))
+    x = layer(16, name="recurrent")(inputs)
+    plan = plan_of(keras.Model(inputs, layers.Dense(5)(x)))
+    for row in plan.variables:
+        if row.path.startswith("recurrent"):
+            assert not row.is_split
+            if len(row.shape) > 1:
+                assert "gates of a unit" in row.why
+
+
+def test_a_small_head_does_not_break_up_a_pair():
+    inputs = keras.Input((24,))
+    x = layers.Dense(64, name="a")(inputs)
+    x = layers.Dense(32, name="b")(x)
+    model = keras.Model(inputs, layers.Dense(4, name="c")(x))
+    found = split(plan_of(model))
+    assert found["a/kernel"] == 1 and found["b/kernel"] == 0
+
+
+class Doubling(layers.Layer):
+    """Its call does what no symbolic tensor can do."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[-1:], name="scale")
+
+    def call(self, x):
+        return x * keras.ops.convert_to_tensor(2 * x.numpy())
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+def with_layer(layer):
+    def build():
+        inputs = keras.Input((12,))
+        x = layers.Dense(16, name="up")(inputs)
+        return keras.Model(inputs, layers.Dense(8, name="down")(layer(x)))
+
+    return build
+
+
+def test_a_layer_without_a_rule_is_reported_and_whole():
+    plan = plan_of(with_layer(Doubling(name="doubling")))
+    assert plan.without_rule == {"Doubling": "doubling"}
+    assert not plan["doubling/scale"].is_split
+    assert "Doubling has no rule" in plan["up/kernel"].why
+    assert "No rule for Doubling" in plan.summary()
+
+
+class Known(Doubling):
+    pass
+
+
+def test_a_registered_rule():
+    @distribution.register_rule(Known)
+    def known(dims, step):
+        dims.elementwise(step.inputs, step.outputs[0])
+        dims.same(step.variables[0], 0, step.outputs[0], -1)
+
+    plan = plan_of(with_layer(Known(name="known")))
+    assert split(plan) == {**PAIR, "known/scale": 0}
+    assert plan.without_rule == {}
+    with pytest.raises(ValueError, match="takes a subclass of"):
+        distribution.register_rule("Known")
+
+
+def test_overrides_take_their_pair_along():
+    plan = plan_of(residual, overrides={"up_0/kernel": (None, None)})
+    assert plan["up_0/kernel"].why == "override"
+    assert not plan["up_0/kernel"].is_split
+    assert "up_1/kernel" in split(plan)
+    # The cheapest first would be another: what is forced decides.
+    plan = plan_of(mlp, overrides={".*down/kernel": ("model", None)})
+    assert split(plan) == PAIR
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"nothing": (None,)}, "matches no variable"),
+        ({"up/kernel": ("model",)}, "rank"),
+        ({"up/kernel": ("rows", None)}, "Invalid axis names"),
+        ({"down/kernel": (None, "model")}, "does not divide"),
+        (
+            {"up/.*": (None, None), "up/kernel": (None, "model")},
+            "rank|Two overrides",
+        ),
+    ],
+)
+def test_overrides_that_cannot_hold(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        plan_of(mlp, overrides=overrides)
+
+
+def test_axes():
+    assert planner.model_axis(mesh(2, 2)) == "model"
+    names = ("data", "rows")
+    assert planner.model_axis(mesh(2, 2, axis_names=names)) == "rows"
+    assert planner.model_axis(mesh(2, axis_names=("data",))) is None
+    three = mesh(2, 2, 2, axis_names=("data", "model", "other"))
+    assert planner.model_axis(three) == "model"
+    plan = distribution.plan_sharding(mlp, three)
+    assert split(plan) == PAIR
+
+
+def test_gradients_are_summed_over_the_replicas():
+    plan = distribution.plan_sharding(mlp, mesh(2, 4))
+    # Each replica has half of the batch, and each device its shards.
+    forward = 4 * 5 * 4
+    gradients = (12 * 16 // 4 + 16 // 4 + 16 * 5 // 4 + 5) * 4
+    assert plan.collectives(8) == {"all_reduce": (5, forward + gradients)}
+
+
+def test_what_is_not_a_model():
+    with pytest.raises(ValueError, match="takes a Keras model or a function"):
+        distribution.plan_sharding(3, mesh(1, 2))
+
+
+def test_inputs_that_are_not_known():
+    class Subclassed(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(16)
+            self.other = layers.Dense(8)
+
+        def call(self, x):
+            return self.other(self.dense(x))
+
+    with pytest.raises(ValueError, match="Pass `input_spec`"):
+        plan_of(Subclassed)
+    plan = plan_of(Subclassed, input_spec=(None, 12))
+    assert sorted(split(plan).values()) == [0, 0, 1]

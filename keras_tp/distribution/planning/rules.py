@@ -1,0 +1,281 @@
+"""Which dims of an operation are split together, and what that costs.
+
+A rule is a function of `dims` and `step`. It tells a `Dims` what the operation
+does to the dims of its inputs and outputs; it knows nothing of meshes or of
+the model. The rules themselves are in `rules_*.py`.
+"""
+
+import math
+
+from keras import Layer
+from keras import Operation
+
+# (is_leaf, class or name of the class) -> rule.
+_RULES = {}
+
+
+def register_rule(cls):
+    """Teaches the planner an operation or a layer that it does not know.
+
+    A layer that has a rule is not traced through: the rule says all that there
+    is to know about it. Register it before the plan is made.
+
+    Example:
+
+    ```python
+    @register_rule(Scale)
+    def scale(dims, step):
+        x, output = step.inputs[0], step.outputs[0]
+        dims.elementwise([x], output)
+        # The variable lies along the last dim of the input.
+        dims.same(step.variables[0], 0, output, -1)
+    ```
+
+    Args:
+        cls: Class, a subclass of `keras.Layer` or `keras.Operation`. Its
+            subclasses are not meant.
+
+    Returns:
+        A decorator for a function of a `Dims` and a `Step`: of the step,
+        `inputs`, `outputs` and `variables` (those of a layer) are lists of
+        symbolic tensors with a `shape`, and `operation` is the layer or
+        operation itself.
+
+    Raises:
+        ValueError: if `cls` is no such class.
+    """
+    if not isinstance(cls, type) or not issubclass(cls, Operation):
+        raise ValueError(
+            "`register_rule` takes a subclass of `keras.Layer` or "
+            f"`keras.Operation`. Received: cls={cls}"
+        )
+
+    def register(function):
+        _RULES[issubclass(cls, Layer), cls] = function
+        return function
+
+    return register
+
+
+def rule(*names):
+    """Registers a rule for Keras's operations of these class names."""
+    return _register_names(False, names)
+
+
+def leaf_rule(*names):
+    """Registers a rule for layers, of these class names, that are leaves."""
+    return _register_names(True, names)
+
+
+def _register_names(is_leaf, names):
+    def register(function):
+        for name in names:
+            _RULES[is_leaf, name] = function
+        return function
+
+    return register
+
+
+# Layers whose `call` runs on symbolic tensors on some backends only, or does
+# not on any: leaves everywhere, so that plans are the same everywhere.
+LEAVES = {
+    "RNN",
+    "LSTM",
+    "GRU",
+    "SimpleRNN",
+    "ConvLSTM1D",
+    "ConvLSTM2D",
+    "ConvLSTM3D",
+    "Softmax",
+    "DisentangledSelfAttention",
+}
+_CONVOLUTIONS = ("Conv1D", "Conv2D", "Conv3D")
+
+
+def is_leaf(layer):
+    """Whether a layer is never traced through."""
+    name = type(layer).__name__
+    if name in _CONVOLUTIONS:
+        # Grouped, they call the backend's own convolution.
+        return layer.groups > 1
+    return name in LEAVES or (True, type(layer)) in _RULES
+
+
+def rule_for(step):
+    """Returns the rule of a `Step`, or `None`."""
+    cls = type(step.operation)
+    own = _RULES.get((step.is_leaf, cls))
+    return own or _RULES.get((step.is_leaf, cls.__name__))
+
+
+class Partial:
+    """Splitting a dim makes a tensor a sum of the devices' parts.
+
+    Args:
+        node: Pair of ints, index of a value and dim.
+        tensor: `Value` that has to be summed over the devices.
+        backward: Boolean. Whether it is the gradient of the tensor.
+        step: `Step` that does it.
+    """
+
+    def __init__(self, node, tensor, backward, step):
+        self.node = node
+        self.tensor = tensor
+        self.backward = backward
+        self.step = step
+
+
+class Dims:
+    """What is known about the dims of all tensors of a graph.
+
+    A rule calls its methods. Dims may be given as negative numbers. Dims of
+    size 1 are never split, and whatever is said of them is ignored.
+
+    Args:
+        graph: `Graph`.
+
+    Attributes:
+        whole: Dict of node (index of a value, dim) to why it is not split.
+        partials: List of `Partial`.
+        heads: Set of nodes that count attention heads.
+        repeats: List of pairs of nodes: the heads of keys or values, and those
+            of the queries that they are repeated for.
+        factors: List of `(flat, major, minor)` nodes of a reshape.
+        blocks: List of `(fused, part, count, where)`: a dim that consists of
+            `count` blocks of the dim `part`, one after the other.
+    """
+
+    def __init__(self, graph):
+        self.graph = graph
+        self.whole = {}
+        self.partials = []
+        self.heads = set()
+        self.repeats = []
+        self.factors = []
+        self.blocks = []
+        # Values computed from weights alone, and attention's probabilities.
+        self.weights = {
+            v.index for v in graph.values if v.kind in ("variable", "constant")
+        }
+        self.probabilities = set()
+        self.unknown = {}
+        self._parent = {}
+        self._step = None
+        for step in graph.steps:
+            self._apply(step)
+        for value in graph.inputs:
+            self.keep_whole([value], "data")
+
+    def same(self, a, i, b, j):
+        """Dim `i` of `a` and dim `j` of `b` are split together."""
+        if a.shape[i] == b.shape[j] and a.shape[i] > 1:
+            self.join((a.index, i % a.ndim), (b.index, j % b.ndim))
+
+    def elementwise(self, inputs, output):
+        """The inputs are broadcast to the output."""
+        for x in inputs:
+            offset = output.ndim - x.ndim
+            for i in range(x.ndim):
+                if i + offset >= 0:
+                    self.same(x, i, output, i + offset)
+            if x.index in self.probabilities and x.shape == output.shape:
+                self.probabilities.add(output.index)
+
+    def keep(self, value, i, why):
+        """Dim `i` is never split."""
+        if value.shape[i] > 1:
+            node = (value.index, i % value.ndim)
+            # The same reason whatever the order of the steps.
+            self.whole[node] = min(why, self.whole.get(node, why))
+
+    def keep_whole(self, values, why):
+        """No dim of these values is ever split."""
+        for value in values:
+            for i in range(value.ndim):
+                self.keep(value, i, why)
+
+    def partial(self, value, i, tensor, backward=False):
+        """Splitting dim `i` of `value` makes `tensor` a partial sum.
+
+        Args:
+            value: `Value`.
+            i: Int, its dim.
+            tensor: `Value` that is summed over the devices (an all-reduce).
+            backward: Boolean. Whether it is the gradient of `tensor` that is.
+        """
+        if value.shape[i] > 1:
+            node = (value.index, i % value.ndim)
+            self.partials.append(Partial(node, tensor, backward, self._step))
+
+    def head(self, value, i):
+        """Dim `i` counts attention heads: below it nothing is ever cut."""
+        self.heads.add((value.index, i % value.ndim))
+
+    def repeated(self, few, i, many, j):
+        """The heads along dim `i` of `few` are repeated for those of `many`."""
+        if few.shape[i] > 1:
+            pair = (few.index, i % few.ndim), (many.index, j % many.ndim)
+            self.repeats.append(pair)
+
+    def reshaped(self, flat, i, parts, major, minor):
+        """Dim `i` of `flat` is made of dims `major` and `minor` of `parts`."""
+        self.factors.append(
+            ((flat.index, i), (parts.index, major), (parts.index, minor))
+        )
+
+    def block(self, fused, i, part, j, count, is_split):
+        """Dim `i` of `fused` is `count` blocks, one after the other.
+
+        Args:
+            fused: `Value`.
+            i: Int, its dim.
+            part: `Value` with one of the blocks.
+            j: Int, its dim.
+            count: Int.
+            is_split: Boolean. Whether `part` was made from `fused`; if not,
+                `fused` was made from the parts.
+        """
+        self.blocks.append(
+            (
+                (fused.index, i % fused.ndim),
+                (part.index, j % part.ndim),
+                count,
+                is_split,
+            )
+        )
+
+    def is_weight(self, value):
+        """Whether a value depends on weights and constants alone."""
+        return value.index in self.weights
+
+    def size(self, node):
+        return self.graph.values[node[0]].shape[node[1]]
+
+    def find(self, node):
+        """Returns the node that stands for the class of a node."""
+        parent = self._parent
+        root = node
+        while parent.get(root, root) != root:
+            root = parent[root]
+        while parent.get(node, node) != root:
+            parent[node], node = root, parent[node]
+        return root
+
+    def join(self, a, b):
+        a, b = self.find(a), self.find(b)
+        # The smaller one, so that the result does not depend on any order.
+        self._parent[max(a, b)] = min(a, b)
+
+    def _apply(self, step):
+        self._step = step
+        around = [*step.inputs, *step.outputs, *step.variables]
+        if not step.is_leaf and all(map(self.is_weight, step.inputs)):
+            self.weights.update(value.index for value in step.outputs)
+        function = rule_for(step)
+        if function is None:
+            if any(math.prod(value.shape) > 1 for value in around):
+                first = self.unknown.get(step.kind, step.path)
+                self.unknown[step.kind] = min(step.path, first)
+            self.keep_whole(around, f"{step.kind} has no rule")
+        else:
+            function(self, step)

@@ -1,0 +1,447 @@
+"""Runs a model on symbolic tensors and notes the operations it consists of.
+
+The model's `call` runs on `KerasTensor`s all the way down, so that what is
+noted are Keras operations on every backend. No variable needs a value.
+"""
+
+import contextlib
+import random
+
+import keras
+import numpy as np
+from keras import tree
+from keras.src.backend.common import global_state
+from keras.src.backend.common.variables import Variable as KerasVariable
+from keras.src.layers import layer as layer_module
+from keras.src.layers.layer import Layer
+from keras.src.ops.operation import Operation
+
+from keras_tp.distribution.planning import graph as graph_lib
+from keras_tp.distribution.planning import rules
+
+# Spatial dims of images that a model leaves open: deep enough for strides.
+IMAGE_SIZE = 64
+# Attributes in which Keras itself keeps track of variables.
+_TRACKING = (
+    "_trainable_variables",
+    "_non_trainable_variables",
+    "_tracker",
+    "_layers",
+    "_metrics",
+    "_seed_generators",
+    "_self_unconditional_checkpoint_dependencies",
+    "_self_unconditional_dependency_names",
+)
+# How a framework turns a KerasTensor into a tensor of its own: without these
+# `constant * KerasTensor` reaches `KerasTensor.__rmul__`.
+_CONVERSIONS = ("__jax_array__", "__array__", "__tf_tensor__")
+
+
+def trace(model, input_spec=None):
+    """Returns the `Graph` of a model's forward pass.
+
+    Unknown dims get sizes that divide no dim of any variable: the batch is
+    `graph.batch`, all others `graph.length`, so that both can be recognized
+    in the size of a result.
+
+    Args:
+        model: Keras model (or layer); built, or called symbolically here.
+        input_spec: Structure of `KerasTensor`s or shape tuples, the model's
+            inputs. Defaults to `None`, for a model that knows its own.
+
+    Returns:
+        A `Graph`. Layers that cannot be traced through are leaves of it.
+
+    Raises:
+        ValueError: if the model's inputs are not known.
+    """
+    with no_trace_left(), keras.StatelessScope(initialize_variables=False):
+        spec = _input_spec(model, input_spec)
+        if not model.built:
+            model(_symbolic(spec, 2, 16))
+        graph = graph_lib.Graph(model.name, *_standing_sizes(model, spec))
+        inputs = _symbolic(spec, graph.batch, graph.length)
+        _Tracer(graph, model).run(inputs)
+    return graph
+
+
+def trace_build(build_fn, input_spec=None):
+    """Builds a model without weights, traces it and forgets it.
+
+    Args:
+        build_fn: Callable that takes nothing and returns a model.
+        input_spec: As for `trace`.
+
+    Returns:
+        A `Graph`. Name counters, random state and global state are as before.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(no_trace_left())
+        scope = keras.StatelessScope(initialize_variables=False)
+        stack.enter_context(scope)
+        stack.enter_context(_initial_values_put_off())
+        return trace(build_fn(), input_spec)
+
+
+@contextlib.contextmanager
+def _initial_values_put_off():
+    """Variables made from a value, such as an optimizer's, are let pass.
+
+    In a stateless scope Keras takes initializers only.
+    """
+    original = KerasVariable.__init__
+
+    def __init__(self, initializer, shape=None, dtype=None, **kwargs):
+        if not callable(initializer) and not isinstance(initializer, str):
+            value = np.asarray(initializer)
+            if dtype is None and value.dtype == "float64":
+                dtype = keras.config.floatx()
+            dtype, shape = dtype or value.dtype, value.shape
+            initializer = keras.initializers.Zeros()
+        original(self, initializer, shape, dtype, **kwargs)
+
+    KerasVariable.__init__ = __init__
+    try:
+        yield
+    finally:
+        KerasVariable.__init__ = original
+
+
+@contextlib.contextmanager
+def no_trace_left():
+    """Keeps global state and random state; no distribution is set inside."""
+    tracker = global_state.GLOBAL_STATE_TRACKER
+    settings = global_state.GLOBAL_SETTINGS_TRACKER
+    state = {key: _copied(value) for key, value in vars(tracker).items()}
+    python_random, numpy_random = random.getstate(), np.random.get_state()
+    global_state.set_global_attribute("distribution", None)
+    try:
+        yield
+    finally:
+        # `clear_session` makes new ones.
+        global_state.GLOBAL_STATE_TRACKER = tracker
+        global_state.GLOBAL_SETTINGS_TRACKER = settings
+        vars(tracker).clear()
+        vars(tracker).update(state)
+        random.setstate(python_random)
+        np.random.set_state(numpy_random)
+
+
+def _copied(value):
+    return value.copy() if isinstance(value, (dict, list, set)) else value
+
+
+class _SymbolicVariable(keras.KerasTensor):
+    """Stands for a variable while its value is nobody's business."""
+
+    def __init__(self, variable):
+        super().__init__(variable.shape, variable._dtype, name=variable.name)
+        self.variable = variable
+        self.path = variable.path
+        self.trainable = variable.trainable
+
+    regularizer = constraint = None
+
+    @property
+    def value(self):
+        return self
+
+    handle = value
+
+    def assign(self, value):
+        return value
+
+    assign_add = assign_sub = assign
+
+
+class _Tracer:
+    """Fills a graph with what one symbolic call of a model does."""
+
+    def __init__(self, graph, model):
+        self.graph = graph
+        self.model = model
+        self.around = []
+        self.symbols = {}
+        self.value_of = {}
+        # An id is that of its object only as long as the object lives.
+        self.kept = []
+        values = {id(v): self.value(v) for v in model.weights}.values()
+        graph.variables = sorted(
+            values, key=lambda v: (graph_lib.natural(v.path), v.shape)
+        )
+
+    def run(self, inputs):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.symbolic_variables())
+            stack.enter_context(self.hooks())
+            for tensor in tree.flatten(inputs):
+                value = self.value(tensor, graph_lib.INPUT)
+                self.graph.inputs.append(value)
+            outputs = self.model(inputs, **self.inference())
+            self.graph.outputs = [
+                self.value(tensor)
+                for tensor in tree.flatten(outputs)
+                if isinstance(tensor, keras.KerasTensor)
+            ]
+
+    def inference(self):
+        takes = getattr(self.model, "_call_has_training_arg", True)
+        return {"training": False} if takes else {}
+
+    def value(self, tensor, kind=graph_lib.RESULT):
+        """Returns the `Value` of a tensor or variable; a new one if need be."""
+        if isinstance(tensor, _SymbolicVariable):
+            tensor = tensor.variable
+        value = self.value_of.get(id(tensor))
+        if value is None:
+            path, trainable, dtype = "", False, tensor.dtype
+            if isinstance(tensor, keras.Variable):
+                kind = graph_lib.VARIABLE
+                path, trainable = tensor.path, tensor.trainable
+                dtype = tensor._dtype
+            elif not isinstance(tensor, keras.KerasTensor):
+                kind = graph_lib.CONSTANT
+            elif self.around:
+                path = self.path()
+            value = self.graph.new_value(
+                kind,
+                tuple(int(size or 1) for size in tensor.shape),
+                keras.backend.standardize_dtype(dtype),
+                path,
+                trainable,
+            )
+            self.value_of[id(tensor)] = value
+            self.kept.append(tensor)
+        return value
+
+    def path(self):
+        """Path of the innermost layer; of one never built, its name."""
+        if not self.around:
+            return ""
+        *outer, layer = self.around
+        if layer.path:
+            return layer.path
+        parents = [parent.path for parent in outer if parent.path]
+        return "/".join([*parents[-1:], layer.name])
+
+    def record(self, operation, args, kwargs, outputs, layer=None):
+        args, kwargs = tree.map_structure(self.encoded, (args, kwargs))
+        self.graph.steps.append(
+            graph_lib.Step(
+                operation,
+                args,
+                kwargs,
+                [
+                    self.value(tensor)
+                    for tensor in tree.flatten(outputs)
+                    if isinstance(tensor, keras.KerasTensor)
+                ],
+                self.path(),
+                layer is not None,
+                [self.value(v) for v in layer.weights] if layer else [],
+            )
+        )
+
+    def encoded(self, x):
+        is_tensor = hasattr(x, "shape") and hasattr(x, "dtype")
+        return self.value(x) if is_tensor else x
+
+    def call_layer(self, layer, *args, **kwargs):
+        """What `Layer.symbolic_call` is meanwhile: goes into the layer."""
+        self.around.append(layer)
+        steps, leaves = len(self.graph.steps), dict(self.graph.leaves)
+        failure = _Failure()
+        try:
+            if not rules.is_leaf(layer):
+                with failure:
+                    return layer.call(*args, **kwargs)
+                del self.graph.steps[steps:]
+                self.graph.leaves = leaves
+                self.graph.leaves[self.path()] = failure.text
+            with self.real_variables(layer), self.unhooked():
+                outputs = layer.compute_output_spec(*args, **kwargs)
+            self.record(layer, args, kwargs, outputs, layer)
+            return outputs
+        finally:
+            self.around.pop()
+
+    def call_operation(self, operation, *args, **kwargs):
+        """What `Operation.symbolic_call` is meanwhile."""
+        outputs = operation.compute_output_spec(*args, **kwargs)
+        self.record(operation, args, kwargs, outputs)
+        return outputs
+
+    @contextlib.contextmanager
+    def hooks(self):
+        call_layer, call_operation = self.call_layer, self.call_operation
+        with contextlib.ExitStack() as stack:
+            self.original = _symbolic_calls()
+            stack.callback(_set_symbolic_calls, *self.original)
+            self.own = (
+                lambda layer, *a, **k: call_layer(layer, *a, **k),
+                lambda op, *a, **k: call_operation(op, *a, **k),
+                lambda *a, **k: None,
+            )
+            _set_symbolic_calls(*self.own)
+            for name in _CONVERSIONS:
+                if name in vars(keras.KerasTensor):
+                    method = vars(keras.KerasTensor)[name]
+                    stack.callback(setattr, keras.KerasTensor, name, method)
+                    delattr(keras.KerasTensor, name)
+            yield
+
+    @contextlib.contextmanager
+    def unhooked(self):
+        _set_symbolic_calls(*self.original)
+        try:
+            yield
+        finally:
+            _set_symbolic_calls(*self.own)
+
+    @contextlib.contextmanager
+    def symbolic_variables(self):
+        """Replaces the variables in the attributes of all layers."""
+        self.swapped = {}
+        try:
+            for layer in self.model._flatten_layers(include_self=True):
+                self.swapped[id(layer)] = self.swap(layer)
+            yield
+        finally:
+            for attributes, swapped in self.swapped.values():
+                attributes.update({k: real for k, (real, _) in swapped.items()})
+
+    def swap(self, layer):
+        swapped = {}
+        for name, real in vars(layer).items():
+            if name not in _TRACKING:
+                symbolic = self.symbolic(real)
+                if symbolic is not real:
+                    swapped[name] = real, symbolic
+        vars(layer).update({name: pair[1] for name, pair in swapped.items()})
+        return vars(layer), swapped
+
+    def symbolic(self, x):
+        if isinstance(x, keras.Variable):
+            if id(x) not in self.symbols:
+                self.symbols[id(x)] = _SymbolicVariable(x)
+            return self.symbols[id(x)]
+        if isinstance(x, dict):
+            if any(isinstance(v, keras.Variable) for v in x.values()):
+                return {key: self.symbolic(v) for key, v in x.items()}
+        if isinstance(x, (list, tuple)):
+            if any(isinstance(v, keras.Variable) for v in x):
+                return [self.symbolic(v) for v in x]
+        return x
+
+    @contextlib.contextmanager
+    def real_variables(self, layer):
+        """Puts the variables of a leaf back for a while."""
+        pairs = [
+            self.swapped[id(part)]
+            for part in layer._flatten_layers(include_self=True)
+            if id(part) in self.swapped
+        ]
+        for attributes, swapped in pairs:
+            attributes.update({k: real for k, (real, _) in swapped.items()})
+        try:
+            yield
+        finally:
+            for attributes, swapped in pairs:
+                attributes.update({k: s for k, (_, s) in swapped.items()})
+
+
+class _Failure:
+    """Keeps what a layer's `call` raises, of whatever type.
+
+    The layer's author may raise anything: a framework's own errors, when it
+    is called directly on a symbolic tensor, have no common base.
+    """
+
+    text = ""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if isinstance(error, Exception):
+            lines = str(error).strip().splitlines() or [""]
+            self.text = f"{kind.__name__}: {lines[0][:100]}"
+            return True
+        return False
+
+
+def _symbolic_calls():
+    return Layer.symbolic_call, Operation.symbolic_call, layer_module.Node
+
+
+def _set_symbolic_calls(of_layer, of_operation, node):
+    Layer.symbolic_call = of_layer
+    Operation.symbolic_call = of_operation
+    layer_module.Node = node
+
+
+def _input_spec(model, given):
+    """Returns a structure of `(shape, dtype, name)` wrapped in `_Spec`."""
+    if given is not None:
+        return tree.map_shape_structure(_spec_of, _shapes_only(given))
+    # A Functional model, or a Sequential one that was built.
+    structure = getattr(model, "_inputs_struct", None)
+    if structure is None:
+        inner = getattr(model, "_functional", None)
+        structure = getattr(inner, "_inputs_struct", None)
+    if structure is not None:
+        return tree.map_structure(_spec_of, structure)
+    shapes = getattr(model, "_build_shapes_dict", None)
+    if shapes and len(shapes) == 1:
+        return tree.map_shape_structure(_spec_of, next(iter(shapes.values())))
+    raise ValueError(
+        f"The inputs of model {model.name!r} are not known. Pass "
+        "`input_spec`: a shape tuple, such as (None, 128), a `KerasTensor` "
+        "where the dtype is not that of floats, or a structure of them as the "
+        f"model takes it. Received: model={model}"
+    )
+
+
+class _Spec:
+    def __init__(self, shape, dtype, name):
+        self.shape, self.dtype, self.name = shape, dtype, name
+
+
+def _shapes_only(given):
+    """KerasTensors in `map_shape_structure` are not shapes: wraps them."""
+    return tree.map_structure(
+        lambda x: _spec_of(x) if hasattr(x, "shape") else x, given
+    )
+
+
+def _spec_of(x):
+    if isinstance(x, _Spec):
+        return x
+    if hasattr(x, "shape"):
+        dtype = keras.backend.standardize_dtype(x.dtype)
+        return _Spec(tuple(x.shape), dtype, getattr(x, "name", None))
+    return _Spec(tuple(x), keras.config.floatx(), None)
+
+
+def _symbolic(spec, batch, length):
+    def one(x):
+        rest = IMAGE_SIZE if len(x.shape) > 3 else length
+        sizes = [rest if size is None else size for size in x.shape]
+        if sizes and x.shape[0] is None:
+            sizes[0] = batch
+        return keras.KerasTensor(tuple(sizes), x.dtype, name=x.name)
+
+    return tree.map_structure(one, spec)
+
+
+def _standing_sizes(model, spec):
+    """Returns two primes that divide no dim of a variable or input."""
+    taken = {size for variable in model.weights for size in variable.shape}
+    for x in tree.flatten(spec):
+        taken.update(size for size in x.shape if size)
+    found = []
+    for prime in (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59):
+        if not any(size % prime == 0 for size in taken):
+            found.append(prime)
+    found += [61, 67]
+    return found[0], found[1]

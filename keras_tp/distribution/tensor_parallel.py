@@ -1,0 +1,253 @@
+"""The distribution whose layouts come from a plan."""
+
+import warnings
+
+from keras_tp import backend
+from keras_tp.distribution import distribution_lib
+from keras_tp.distribution import origin
+from keras_tp.distribution.distribution_lib import Distribution
+from keras_tp.distribution.distribution_lib import ModelParallel
+from keras_tp.distribution.layout_map import LARGE_VARIABLE_BYTES
+from keras_tp.distribution.layout_map import LayoutMap
+from keras_tp.distribution.layout_map import format_bytes
+from keras_tp.distribution.layout_map import variable_bytes
+from keras_tp.distribution.planning import planner
+from keras_tp.distribution.planning.plan import ShardingPlan
+from keras_tp.distribution.tensor_layout import TensorLayout
+
+
+class TensorParallel(ModelParallel):
+    """Distribution that splits variables as a plan says.
+
+    With `plan=`, variables have their final layout from birth:
+
+    ```python
+    plan = plan_sharding(build_model, DeviceMesh((1, 4), ["batch", "model"]))
+    with TensorParallel(plan=plan).scope():
+        model = build_model()
+    ```
+
+    Without it, each variable is born split along its largest dim that
+    divides. Before the model's first compile, fit, call or save it is planned,
+    and its variables move to the plan's layouts, one at a time, values
+    unchanged. A model around it plans anew.
+
+    ```python
+    set_distribution(TensorParallel())
+    model = build_model()
+    model.fit(x, y)
+    ```
+
+    Args:
+        device_mesh: `DeviceMesh`. Defaults to that of the plan, or all devices
+            on one axis, `"model"`.
+        batch_dim_name: String, mesh axis that splits the first dim of the
+            data. Defaults to the axis of the mesh that is called `"batch"` or
+            `"data"`, if there is one.
+        plan: `ShardingPlan`. Defaults to `None`: each model is planned when it
+            is first used.
+        overrides: Dict, as `plan_sharding` takes it, for those plans. Defaults
+            to `None`.
+        strict: Boolean. Whether a variable of two dims or more above 1 MiB
+            that a plan leaves whole is a `ValueError`, unless `overrides`
+            names its path. Defaults to `False`.
+        auto_shard_dataset: Boolean. Whether, where there are several
+            processes, each is fed only its part of a dataset. Defaults to
+            `True`.
+
+    Raises:
+        ValueError: if the mesh is not that of the plan, both a plan and
+            overrides are given, or the batch axis is unknown.
+    """
+
+    def __init__(
+        self,
+        device_mesh=None,
+        batch_dim_name=None,
+        plan=None,
+        overrides=None,
+        strict=False,
+        auto_shard_dataset=True,
+    ):
+        if plan is not None:
+            _check_plan(plan, device_mesh, overrides)
+            device_mesh = plan.device_mesh
+        elif device_mesh is None:
+            devices = distribution_lib.list_devices()
+            device_mesh = distribution_lib.DeviceMesh(
+                (len(devices),), [planner.MODEL_AXIS], devices
+            )
+        names = list(device_mesh.axis_names)
+        if batch_dim_name is None:
+            batch_dim_name = planner.batch_axis(device_mesh)
+        elif batch_dim_name not in names:
+            raise ValueError(
+                f"`batch_dim_name` must be one of the mesh axes {names}. "
+                f"Received: batch_dim_name={batch_dim_name!r}"
+            )
+        layout_map = LayoutMap(device_mesh) if plan is None else plan.layout_map
+        super().__init__(
+            layout_map=layout_map,
+            batch_dim_name=batch_dim_name,
+            auto_shard_dataset=auto_shard_dataset,
+        )
+        # Keras takes the first axis for want of one.
+        self._batch_dim_name = batch_dim_name
+        self.plan = plan
+        self._is_given = plan is not None
+        self._overrides = dict(overrides or {})
+        self._strict = strict
+        self._planned = {}
+
+    num_model_replicas = Distribution.num_model_replicas
+
+    def get_variable_layout(self, variable):
+        if self._is_given or getattr(variable, "_layout", None) is not None:
+            return super().get_variable_layout(variable)
+        shape = tuple(variable.shape)
+        if origin.origin_of(variable).role != origin.WEIGHT:
+            return self._replicated(shape)
+        axes = self._planned.get(id(variable), (None, None))[1]
+        if axes is None:
+            axes = _largest_dim_split(shape, self.device_mesh)
+        return TensorLayout(axes, self.device_mesh)
+
+    def plan_model(self, model):
+        """Plans a model, unless a plan was given; moves nothing.
+
+        Args:
+            model: A built Keras model.
+        """
+        if self._is_given:
+            return
+        self.plan = planner.plan_sharding(
+            model,
+            self.device_mesh,
+            overrides={
+                pattern: axes
+                for pattern, axes in self._overrides.items()
+                if _matches_any(pattern, model)
+            },
+        )
+        for variable in model.weights:
+            # The variable itself, lest its id be given to another one.
+            axes = self.plan[variable.path].layout_axes
+            self._planned[id(variable)] = variable, axes
+
+    def check_model(self, model):
+        """Plans a model that was not planned yet, and moves its variables."""
+        if not self._is_given:
+            known = [self._planned.get(id(v)) for v in model.weights]
+            outermost = getattr(model, "_planned_under", None) is not self
+            if None in known or outermost:
+                self.plan_model(model)
+                _move_to_plan(model, self)
+                model._planned_under = self
+        self._report(model)
+
+    def why_replicated(self, variable):
+        """Returns why the plan leaves a variable whole."""
+        row = self._row(variable)
+        if row is None:
+            return "not in the plan"
+        if row.blocks > 1:
+            return (
+                f"to be split in {row.blocks} blocks, which no Keras layout "
+                "can say"
+            )
+        return row.why
+
+    def _row(self, variable):
+        if self.plan is None:
+            return None
+        root = origin.origin_of(variable).root
+        for path in (variable.path, variable.path.removeprefix(f"{root}/")):
+            if path in self.plan:
+                return self.plan[path]
+        for prefix in (self.plan.model_name, root):
+            path = f"{prefix}/{variable.path.split('/', 1)[-1]}"
+            if path in self.plan:
+                return self.plan[path]
+        return None
+
+    def _report(self, model):
+        unknown, large = [], []
+        for variable in model.weights:
+            row = self._row(variable)
+            size = variable_bytes(variable)
+            if row is None:
+                unknown.append(variable.path)
+            elif (
+                len(row.shape) > 1
+                and size > LARGE_VARIABLE_BYTES
+                and not row.is_split
+                and row.why != "override"
+            ):
+                large.append(
+                    f"{row.path!r} of shape {row.shape}, "
+                    f"{format_bytes(size)} ({self.why_replicated(variable)})"
+                )
+        if unknown:
+            message = (
+                f"{len(unknown)} variable(s) of model {model.name!r} are not "
+                f"in the plan, which was made for {self.plan.model_name!r}: "
+                f"each device holds them whole. Received: {unknown[:5]}"
+            )
+            if self._strict:
+                raise ValueError(message)
+            warnings.warn(message, stacklevel=2)
+        if large and self._strict:
+            raise ValueError(
+                f"{len(large)} large variable(s) of model {model.name!r} are "
+                "not split. Name them in `overrides`, with a layout of Nones, "
+                f"if that is meant. Received: {'; '.join(large)}"
+            )
+
+
+def _check_plan(plan, device_mesh, overrides):
+    if not isinstance(plan, ShardingPlan):
+        raise ValueError(
+            "`plan` must be a `ShardingPlan`, from `plan_sharding`. Received: "
+            f"plan={plan} (of type {type(plan)})"
+        )
+    if overrides:
+        raise ValueError(
+            "Give the overrides to `plan_sharding`: a plan that is made "
+            f"already does not change. Received: overrides={overrides}"
+        )
+    mesh = plan.device_mesh
+    if device_mesh is not None and device_mesh is not mesh:
+        raise ValueError(
+            "The mesh of a TensorParallel is that of its plan; leave "
+            f"`device_mesh` out. Received: device_mesh={device_mesh} and a "
+            f"plan for {mesh}"
+        )
+
+
+def _matches_any(pattern, model):
+    # An override may be meant for a model that is not built yet.
+    return any(planner.override_matches(pattern, v.path) for v in model.weights)
+
+
+def _largest_dim_split(shape, device_mesh):
+    """Returns the axes of the layout that a variable is born in."""
+    axis = planner.model_axis(device_mesh)
+    count = dict(zip(device_mesh.axis_names, device_mesh.shape)).get(axis, 1)
+    axes = [None] * len(shape)
+    dims = [i for i, size in enumerate(shape) if size and size % count == 0]
+    if dims and axis:
+        axes[max(dims, key=lambda i: shape[i])] = axis
+    return tuple(axes)
+
+
+def _move_to_plan(model, distribution):
+    """Moves each weight, and its slots, to its planned layout."""
+    # Imported late: moving a model needs the hooks, which know distributions.
+    from keras_tp.distribution import sharded_model
+
+    lib = backend.distribution_lib
+    planned = sharded_model.planned_layouts(model, distribution)
+    for variable, _, layout in planned:
+        before = variable._layout
+        if before is None or tuple(before.axes) != tuple(layout.axes):
+            lib.relayout_variable(variable, layout)

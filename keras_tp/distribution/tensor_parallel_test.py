@@ -1,0 +1,214 @@
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_tp import distribution
+from keras_tp.distribution import TensorParallel
+
+
+def mesh(shape=(1, 2), names=("batch", "model")):
+    count = int(np.prod(shape))
+    devices = distribution.list_devices()
+    if len(devices) < count:
+        pytest.skip(f"a mesh of {shape} needs {count} devices")
+    return distribution.DeviceMesh(shape, list(names), devices[:count])
+
+
+def build():
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((12,))
+    bias = keras.initializers.RandomUniform(-0.5, 0.5)
+    x = layers.Dense(10, name="first", bias_initializer=bias)(inputs)
+    x = layers.LayerNormalization(name="norm")(x)
+    x = layers.Dense(16, activation="relu", name="up", bias_initializer=bias)(x)
+    x = layers.Dense(5, name="down", bias_initializer=bias)(x)
+    return keras.Model(inputs, x, name="mlp")
+
+
+def data():
+    rng = np.random.default_rng(2)
+    return (
+        rng.standard_normal((4, 12), "float32"),
+        rng.standard_normal((4, 5), "float32"),
+    )
+
+
+def train(model):
+    x, y = data()
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    history = model.fit(x, y, batch_size=4, epochs=3, verbose=0)
+    return history.history["loss"], model.get_weights()
+
+
+def axes(model):
+    """Returns the layouts of the weights as the live arrays show them."""
+    return {
+        row.path: row.axes
+        for row in distribution.describe(model).rows
+        if row.role == "weight"
+    }
+
+
+PLANNED = {
+    "first/kernel": (None, None),
+    "first/bias": (None,),
+    "norm/gamma": (None,),
+    "norm/beta": (None,),
+    "up/kernel": (None, "model"),
+    "up/bias": ("model",),
+    "down/kernel": ("model", None),
+    "down/bias": (None,),
+}
+BORN = {
+    "first/kernel": ("model", None),
+    "first/bias": ("model",),
+    "norm/gamma": ("model",),
+    "norm/beta": ("model",),
+    "up/kernel": (None, "model"),
+    "up/bias": ("model",),
+    "down/kernel": ("model", None),
+    # 5 does not divide.
+    "down/bias": (None,),
+}
+
+
+def assert_same(found, expected):
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for value, other in zip(found[1], expected[1]):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_given_plan_is_final_from_birth():
+    expected = train(build())
+    plan = distribution.plan_sharding(build, mesh())
+    with TensorParallel(plan=plan).scope():
+        model = build()
+        assert axes(model) == PLANNED
+        assert_same(train(model), expected)
+        assert axes(model) == PLANNED
+
+
+def test_without_a_plan_variables_are_born_split_and_move_before_compile():
+    expected = train(build())
+    with TensorParallel(mesh()).scope():
+        model = build()
+        assert axes(model) == BORN
+        before = model.get_weights()
+        model.compile("sgd", "mse")
+        assert axes(model) == PLANNED
+        for value, old in zip(model.get_weights(), before):
+            np.testing.assert_array_equal(value, old)
+        assert_same(train(model), expected)
+
+
+@pytest.mark.parametrize("use", ["call", "predict", "save"])
+def test_the_first_use_moves(use, tmp_path):
+    with TensorParallel(mesh()).scope():
+        model = build()
+        if use == "call":
+            model(data()[0])
+        elif use == "predict":
+            model.predict(data()[0], verbose=0)
+        else:
+            model.save(tmp_path / "model.keras")
+    assert axes(model) == PLANNED
+
+
+def test_a_model_around_it_plans_anew():
+    with TensorParallel(mesh()).scope():
+        inner = build()
+        inner.compile("sgd", "mse")
+        assert axes(inner)["down/kernel"] == ("model", None)
+        inputs = keras.Input((12,))
+        # Now the first layer's outputs are wide enough to be one of a pair.
+        x = layers.Dense(12, name="head")(inner(inputs))
+        outer = keras.Model(inputs, x, name="outer")
+        outer.compile("sgd", "mse")
+    found = axes(outer)
+    assert found["mlp/up/kernel" if "mlp/up/kernel" in found else "up/kernel"]
+    assert found["head/kernel"] == (None, "model")
+    x = data()[0]
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(outer(x)).shape, (4, 12)
+    )
+
+
+def test_a_model_that_exists():
+    model = build()
+    expected = keras.ops.convert_to_numpy(model(data()[0]))
+    distribution.distribute_model(model, TensorParallel(mesh()))
+    assert axes(model) == PLANNED
+    found = keras.ops.convert_to_numpy(model(data()[0]))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_overrides():
+    overrides = {"up/kernel": (None, None), "other/kernel": (None, None)}
+    with TensorParallel(mesh(), overrides=overrides).scope():
+        model = build()
+        model.compile("sgd", "mse")
+    assert axes(model)["up/kernel"] == (None, None)
+
+
+def test_all_devices_are_used_by_default():
+    made = TensorParallel()
+    assert made.device_mesh.axis_names == ["model"]
+    assert made.batch_dim_name is None
+    assert made.num_model_replicas == 1
+    assert made.get_data_layout((4, 12)).axes == (None, None)
+
+
+def test_data_and_model_axes():
+    expected = train(build())
+    with TensorParallel(mesh((2, 2), ("data", "model"))).scope():
+        assert distribution.distribution().batch_dim_name == "data"
+        model = build()
+        assert_same(train(model), expected)
+    assert axes(model) == PLANNED
+
+
+def test_describe_says_why():
+    plan = distribution.plan_sharding(build, mesh())
+    with plan.distribution().scope():
+        report = distribution.describe(build())
+    assert "normalized over this dim" in report["first/kernel"].why
+
+
+def large():
+    inputs = keras.Input((512,))
+    x = layers.Dense(1024, name="whole")(inputs)
+    return keras.Model(inputs, layers.LayerNormalization()(x))
+
+
+def test_strict():
+    plan = distribution.plan_sharding(large, mesh())
+    with TensorParallel(plan=plan, strict=True).scope():
+        with pytest.raises(ValueError, match="'whole/kernel' of shape"):
+            large().compile("sgd", "mse")
+    allowed = {"whole/kernel": (None, None)}
+    with TensorParallel(mesh(), overrides=allowed, strict=True).scope():
+        large().compile("sgd", "mse")
+
+
+def test_a_model_that_the_plan_is_not_for():
+    plan = distribution.plan_sharding(large, mesh())
+    with TensorParallel(plan=plan).scope():
+        model = build()
+        with pytest.warns(UserWarning, match="8 variable.s. of model 'mlp'"):
+            model.compile("sgd", "mse")
+    with TensorParallel(plan=plan, strict=True).scope():
+        with pytest.raises(ValueError, match="are not in the plan"):
+            build().compile("sgd", "mse")
+
+
+def test_bad_arguments():
+    plan = distribution.plan_sharding(build, mesh())
+    with pytest.raises(ValueError, match="must be a `ShardingPlan`"):
+        TensorParallel(plan="plan")
+    with pytest.raises(ValueError, match="leave `device_mesh` out"):
+        TensorParallel(mesh(), plan=plan)
+    with pytest.raises(ValueError, match="overrides to `plan_sharding`"):
+        TensorParallel(plan=plan, overrides={"up/kernel": (None, None)})
+    with pytest.raises(ValueError, match="one of the mesh axes"):
+        TensorParallel(mesh(), batch_dim_name="rows")
