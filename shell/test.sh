@@ -6,6 +6,7 @@
 #   bash shell/test.sh
 #   bash shell/test.sh keras_tp/distribution -k layout
 #   KERAS_BACKEND=torch bash shell/test.sh
+#   KERAS_BACKEND=torch KERAS_TP_TORCH_DEVICES=4 bash shell/test.sh
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export KERAS_BACKEND=${KERAS_BACKEND:-jax}
@@ -14,7 +15,12 @@ export XLA_FLAGS=${XLA_FLAGS:---xla_force_host_platform_device_count=8}
 case $KERAS_BACKEND in
 torch)
     make_environment .venv-torch torch,hub,test
-    tests=(keras_tp/backend integration_tests/torch_processes_test.py)
+    # The tests that need several devices run in the processes that the last
+    # of these launches: KERAS_TP_TORCH_DEVICES of them, 2 by default.
+    tests=(
+        keras_tp/backend keras_tp/launch_test.py
+        integration_tests/torch_processes_test.py
+    )
     # One process per device: threads of several would fight for the cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     ;;
