@@ -272,8 +272,10 @@ def recurrent(layer, length):
 @pytest.mark.parametrize("length", [5, 9])
 def test_a_loop_counts_for_each_of_its_steps(length):
     # A step adds up what the rows of each device contribute to the new state.
+    # Keras on torch does the first one twice, to see what its output is like.
+    steps = length + (keras.config.backend() == "torch")
     assert recurrent(layers.SimpleRNN, length) == {
-        "all_reduce": (length, length * BATCH * 8 * 4)
+        "all_reduce": (steps, steps * BATCH * 8 * 4)
     }
 
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 import keras_tp
 from keras_tp import distribution
-from keras_tp.backend.torch import ops
 
 FEATURES = 12
 LAYOUTS = {
@@ -240,11 +239,52 @@ def test_jit_compile():
         np.testing.assert_allclose(train(jit_compile=True), expected, rtol=1e-5)
 
 
-def test_uninstall_leaves_dtensor_as_it_was():
-    before = dict(ops.dtensor_state.__dict__)
-    with model_parallel().scope():
-        assert ops.dtensor_state.implicit_replication
-        assert ops.dtensor_state.__dict__ != before
+def torch_globals():
+    """Everything by which torch and DTensor treat all tensors of a process."""
+    dispatcher = DTensor._op_dispatcher
+    propagator = dispatcher.sharding_propagator
+    tables = {
+        f"{owner}.{name}": dict(value)
+        for owner, values in (
+            ("dispatcher", vars(dispatcher)),
+            ("propagator", vars(propagator)),
+        )
+        for name, value in values.items()
+        if isinstance(value, dict)
+    }
+    return {
+        **tables,
+        "implicit replication": dispatcher._allow_implicit_replication,
+        "attributes": {
+            owner: dict(vars(owner))
+            for owner in (DTensor, torch.nn.functional, torch.nn.Module)
+        },
+        "functions": {
+            name: value
+            for name, value in vars(torch).items()
+            if callable(value)
+        },
+        "function modes": torch._C._len_torch_function_stack(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "gradients": torch.is_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "compiler": torch._dynamo.config.automatic_dynamic_shapes,
+    }
+
+
+def test_uninstall_leaves_torch_as_it_was():
     keras_tp.uninstall()
-    assert ops.dtensor_state.__dict__ == before
-    assert "__array__" not in vars(DTensor)
+    losses(residual())
+    before = torch_globals()
+    assert before["dispatcher._custom_op_handlers"]
+    assert before["propagator.op_strategy_funcs"]
+    with model_parallel().scope():
+        assert torch_globals() != before
+        model = residual()
+        losses(model)
+        distribution.count_collectives(model, *batch())
+    keras_tp.uninstall()
+    after = torch_globals()
+    assert after.keys() == before.keys()
+    for name, value in before.items():
+        assert after[name] == value, name

@@ -3,6 +3,8 @@
 One launch runs many tests. KERAS_TP_TORCH_DEVICES=4 runs them on four.
 """
 
+import concurrent.futures
+import json
 import os
 import pathlib
 import signal
@@ -18,30 +20,19 @@ HERE = pathlib.Path(__file__).parent
 DEVICES = int(os.environ.get("KERAS_TP_TORCH_DEVICES", "2"))
 RANKS = str(HERE / "torch_ranks.py")
 
-# Files that run in every process -> what of them is left out (`-k`).
-SHARED = {
-    "torch_ops_test.py": "",
-    "torch_models_test.py": "",
-    "torch_shards_test.py": "",
-    "parity_test.py": "",
-    # Keras on torch takes a batch more from the data where the metrics are
-    # not built yet, and the loader draws its seed then: counting, which
-    # builds them, changes the masks that come after.
-    "collectives_test.py": "counting_first",
-    "residence_test.py": "",
-    # Keras refuses steps_per_execution on torch.
-    "training_test.py": "steps_per_execution",
-    # A plain model is each process's own: all of them would write one file.
-    "saving_test.py": "one or plain_keras",
-}
-
 pytestmark = pytest.mark.skipif(
     keras.config.backend() != "torch" or "RANK" in os.environ,
     reason="launches processes of torch",
 )
 
 
-def launch(*arguments, devices=DEVICES, timeout=600, **environment):
+def launch(
+    *arguments,
+    devices=DEVICES,
+    timeout=600,
+    capture_output=True,
+    **environment,
+):
     """Runs a script in several processes, and returns how it ended."""
     env = {
         **os.environ,
@@ -56,32 +47,55 @@ def launch(*arguments, devices=DEVICES, timeout=600, **environment):
         ],
         cwd=ROOT,
         env=env,
-        capture_output=True,
+        capture_output=capture_output,
         text=True,
         timeout=timeout,
     )
 
 
-@pytest.mark.parametrize("file", SHARED)
-def test_shared_tests_in_every_process(file, tmp_path):
-    if not (HERE / file).exists():
-        pytest.skip(f"there is no {file}")
-    left_out = ["-k", f"not ({SHARED[file]})"] if SHARED[file] else []
-    result = launch(
-        RANKS,
-        f"integration_tests/{file}",
-        *left_out,
-        *("-x", "--tb=short"),
-        timeout=1800,
-        KERAS_TP_RANK_FOLDER=str(tmp_path),
-    )
+def test_shared_tests_in_every_process(tmp_path, capfd):
+    """All of `torch_ranks.SHARED` in one run, whose own report is shown."""
+    with capfd.disabled():
+        print()
+        result = launch(
+            RANKS,
+            timeout=3600,
+            capture_output=False,
+            KERAS_TP_RANK_FOLDER=str(tmp_path),
+        )
     others = "".join(
         path.read_text()[-3000:] for path in tmp_path.glob("rank_*.txt")
     )
-    assert result.returncode == 0, (
-        result.stdout[-4000:] + result.stderr[-2000:] + others
+    assert result.returncode == 0, others
+
+
+def test_memory_at_build(tmp_path):
+    """A process never holds more than its share and one whole variable."""
+    result = launch(
+        str(HERE / "torch_memory.py"),
+        str(tmp_path),
+        # Freed memory goes back at once: what is used is what is held.
+        MALLOC_MMAP_THRESHOLD_="65536",
+        MALLOC_TRIM_THRESHOLD_="65536",
     )
-    assert "passed" in result.stdout, result.stdout[-2000:]
+    assert result.returncode == 0, result.stderr[-3000:]
+    for index in range(DEVICES):
+        found = json.loads((tmp_path / f"{index}.json").read_text())
+        split, slots = found["split"]["weight"], found["split"]["slot"]
+        assert split >= 256 * 2**20
+        assert slots == 2 * split
+        # To the byte.
+        for role, size in found["split"].items():
+            assert size % DEVICES == 0
+            assert set(found["held"][role].values()) == {size // DEVICES}
+        assert len(found["held"]["weight"]) == DEVICES
+        share = split // DEVICES
+        assert found["largest"] == 32 * 2**20
+        # A share has to be there, or nothing was measured.
+        assert share <= found["built"]["peak"], found
+        assert found["built"]["peak"] <= 1.25 * share + found["largest"], found
+        # Slots are never whole.
+        assert found["slots"]["peak"] <= 3.25 * share + found["largest"], found
 
 
 SCRIPT = """
@@ -128,11 +142,12 @@ model.fit(x, x, verbose=0, epochs=1000 if what in ("kill", "raise") else 2)
 
 # What happens -> what has to stand in the output.
 ENDS = {
+    # These wait for longest.
+    "save": ["every process has to call it", "Ranks 1 failed to pass"],
+    "weights": ["every process has to call it", "Ranks 1 failed to pass"],
     "seed": ["given different seeds", "{0: 0, 1: 1}"],
     "batch": ["hold different batches"],
     "random": ["hold different random states"],
-    "save": ["every process has to call it", "Ranks 1 failed to pass"],
-    "weights": ["every process has to call it", "Ranks 1 failed to pass"],
     "raise": ["ValueError: the first error"],
     "kill": ["SIGKILL"],
 }
@@ -157,13 +172,37 @@ def running(path):
     return found
 
 
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """How runs end, by what happens: `(script, result, seconds)`, or soon.
+
+    Most of the time they wait for a process that does not come, so some of
+    them run at once.
+    """
+
+    def end(what):
+        folder = tmp_path_factory.mktemp(what)
+        script = folder / "keras_tp_script_of_a_test.py"
+        script.write_text(SCRIPT)
+        began = time.monotonic()
+        result = launch(
+            str(script),
+            what,
+            str(folder / "m.keras"),
+            devices=2,
+            timeout=150,
+            # The others wait for as long as they do by default.
+            **({"KERAS_TP_TIMEOUT": "20"} if what == "weights" else {}),
+        )
+        return str(script), result, time.monotonic() - began
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        yield {what: pool.submit(end, what) for what in ENDS}
+
+
 @pytest.mark.parametrize("what", ENDS)
-def test_an_error_ends_all_processes_in_time(what, script, tmp_path):
-    began = time.monotonic()
-    result = launch(
-        script, what, str(tmp_path / "m.keras"), devices=2, timeout=150
-    )
-    seconds = time.monotonic() - began
+def test_an_error_ends_all_processes_in_time(what, ends):
+    script, result, seconds = ends[what].result()
     assert result.returncode != 0
     output = result.stdout + result.stderr
     for text in ENDS[what]:

@@ -5,6 +5,7 @@
 #
 #   bash shell/test.sh
 #   KERAS_BACKEND=torch bash shell/test.sh
+#   KERAS_BACKEND=torch KERAS_TP_TORCH_DEVICES=4 bash shell/test.sh
 #   bash shell/test.sh keras_tp/distribution -k layout
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -27,7 +28,15 @@ fi
 "$PYTHON" -m ruff format --check .
 failed=()
 for backend in ${KERAS_BACKEND:-jax tensorflow torch}; do
-    test_backend "$backend" keras_tp integration_tests || failed+=("$backend")
+    tests=(keras_tp integration_tests)
+    # What needs several devices runs in the processes that one of these
+    # launches: KERAS_TP_TORCH_DEVICES of them, 2 by default.
+    [ "$backend" != torch ] || tests=(
+        keras_tp/backend keras_tp/launch_test.py
+        integration_tests/torch_processes_test.py
+        integration_tests/train_lm_test.py
+    )
+    test_backend "$backend" "${tests[@]}" || failed+=("$backend")
 done
 if [ ${#failed[@]} -gt 0 ]; then
     echo "Tests failed on: ${failed[*]}" >&2
