@@ -140,8 +140,11 @@ class Distribution(keras_lib.Distribution):
         batch_dim_name: String, mesh axis that splits the first dim of the
             data. Defaults to `None`.
         auto_shard_dataset: Boolean. Whether, where there are several
-            processes, each is fed only its part of a dataset. Defaults to
-            `True`.
+            processes, each is given the whole data, and takes its part of
+            every batch: `tf.data` on JAX and TensorFlow, any data on torch.
+            If not, each process is given its own part only, as by a loader
+            that was sharded; `data_shard_id` of `num_model_replicas` says
+            which. Defaults to `True`.
     """
 
     def __init__(
@@ -200,9 +203,8 @@ class DataParallel(keras_lib.DataParallel, Distribution):
             splits the batch, with a warning. Defaults to `None`.
         devices: List of device names for a mesh of one axis. Defaults to all
             of `list_devices()`.
-        auto_shard_dataset: Boolean. Whether, where there are several
-            processes, each is fed only its part of a dataset. Defaults to
-            `True`.
+        auto_shard_dataset: Boolean. Whether each of several processes is
+            given the whole data; see `Distribution`. Defaults to `True`.
     """
 
     def _initialize_mesh_from_devices(self, devices, auto_shard_dataset):
@@ -263,9 +265,8 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
         layout_map: `LayoutMap`.
         batch_dim_name: String, mesh axis that splits the first dim of the
             data. Defaults to the first axis of the mesh.
-        auto_shard_dataset: Boolean. Whether, where there are several
-            processes, each is fed only its part of a dataset. Defaults to
-            `True`.
+        auto_shard_dataset: Boolean. Whether each of several processes is
+            given the whole data; see `Distribution`. Defaults to `True`.
         **kwargs: `device_mesh`, which Keras's class ignores, has to be the
             mesh of the map. Nothing else is accepted.
     """
