@@ -10,13 +10,13 @@ So `keras_tp / parallelize_module` is what keras_tp and Keras together cost
 over torch, and `keras / torch` is what Keras alone costs.
 
 Every process has one thread. A side that is not split runs in process 0 alone,
-while the others wait for its result, blocked in a receive of gloo; they take
-no processor time, so a single process has the machine's memory bandwidth and
-clock to itself, as it would without us. That favours the sides that are not
-split where they are compared with split ones, not where they are compared with
-each other. A split side starts when all processes are there, and is timed on
-process 0. The model of torch runs torch's own defaults: an eager loop, no
-compilation, Adam as `torch.optim` chooses to run it.
+while the others wait for its result, blocked in a receive of gloo; that takes
+0.4 % of a core, so the single process has memory bandwidth and clock to
+itself, as it would without us. This favours the sides that are not split where
+they are compared with split ones, not where they are compared with each other.
+A split side starts when all processes are there, and is timed on process 0.
+The model of torch runs torch's own defaults: an eager loop, no compilation,
+Adam as `torch.optim` chooses to run it.
 """
 
 import datetime

@@ -1,0 +1,54 @@
+"""The benchmark, in its smallest size: it runs, and its sides agree."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import keras
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+RATIOS = {
+    "jax": {"keras_tp / keras"},
+    "torch": {
+        "keras_tp / parallelize_module",
+        "keras / torch",
+        "keras_tp / keras",
+        "parallelize_module / torch",
+    },
+}
+ROUNDS = 2
+
+pytestmark = pytest.mark.skipif(
+    keras.config.backend() not in RATIOS or "RANK" in os.environ,
+    reason="starts the benchmark of JAX or torch",
+)
+
+
+def test_step_time(tmp_path):
+    backend = keras.config.backend()
+    command = [sys.executable, "benchmarks/step_time.py", "--backend", backend]
+    command += ["--devices", "2", "--hidden", "64", "--layers", "1"]
+    command += ["--steps", "2", "--rounds", str(ROUNDS)]
+    # The benchmark has to make its own devices, not to find those of tests.
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    result = subprocess.run(
+        [*command, "--json", str(tmp_path / "times.json")],
+        cwd=ROOT,
+        env={**env, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    written = json.loads((tmp_path / "times.json").read_text())
+    assert set(written["ratios"]) == RATIOS[backend]
+    for seconds in written["seconds"].values():
+        assert len(seconds) == ROUNDS and min(seconds) > 0
+    for name, found in written["ratios"].items():
+        low, high = found["interval"]
+        assert low <= found["ratio"] <= high
+        # Process 0 alone prints.
+        assert result.stdout.count(f"{name}: ratio of medians") == 1
