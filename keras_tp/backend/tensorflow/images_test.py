@@ -38,7 +38,7 @@ LAYERS = {
     "conv3d": (VOLUME, lambda: layers.Conv3D(12, 2, strides=2), "kernel"),
     "separable_conv1d": (
         SEQUENCE,
-        lambda: layers.SeparableConv1D(12, 3),
+        lambda: layers.SeparableConv1D(12, 3, padding="same"),
         "pointwise_kernel",
     ),
     "separable_conv2d": (
