@@ -35,6 +35,7 @@ SHARED = [
             "saving",
             "torch_models",
             "torch_ops",
+            "torch_shards",
             "training",
         )
     ),

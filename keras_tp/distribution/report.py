@@ -36,7 +36,9 @@ class VariableReport(
             dim, read from the live array. `None` if it is on one device only.
         bytes: Int, size of the whole variable.
         device_bytes: Dict of device name to the bytes it holds.
-        why: String, why the variable is replicated; empty if it is split.
+        why: String, why the variable is replicated, or why the backend puts
+            it together to compute although it is split; empty if it is split
+            and each device computes with its part.
     """
 
     @property
@@ -109,7 +111,7 @@ class ShardingReport:
             table.add_column(heading, overflow="fold")
         for heading in ("size", "per device"):
             table.add_column(heading, justify="right")
-        table.add_column("replicated because", overflow="fold")
+        table.add_column("whole because", overflow="fold")
         for row in self.rows:
             largest = max(row.device_bytes.values(), default=0)
             table.add_row(
@@ -148,6 +150,14 @@ def describe(model):
     distribution = model_hooks.distribution_of(model)
     variables = [(variable, origin.WEIGHT) for variable in model.weights]
     variables += model_hooks.state_of(model)
+    layers = {
+        id(variable): layer
+        for layer in model._flatten_layers()
+        for variable in (
+            *layer._trainable_variables,
+            *layer._non_trainable_variables,
+        )
+    }
     rows = []
     seen = set()
     for variable, role in variables:
@@ -164,7 +174,9 @@ def describe(model):
                 axes=axes,
                 bytes=variable_bytes(variable),
                 device_bytes=lib.variable_bytes_by_device(variable),
-                why=_why_replicated(variable, role, axes, distribution),
+                why=_why_gathered(variable, layers)
+                if any(axes or ())
+                else _why_replicated(variable, role, axes, distribution),
             )
         )
     return ShardingReport(model.name, rows)
@@ -198,11 +210,16 @@ def count_collectives(model, x, y=None):
         return backend.distribution_lib.count_collectives(model, x, y)
 
 
+def _why_gathered(variable, layers):
+    layer = layers.get(id(variable))
+    if layer is None:
+        return ""
+    return backend.distribution_lib.why_gathered(variable, layer)
+
+
 def _why_replicated(variable, role, axes, distribution):
     if axes is None:
         return "no distribution"
-    if any(axes):
-        return ""
     if role != origin.WEIGHT:
         return {
             origin.SLOT: "its variable is replicated, or it is a counter",

@@ -160,6 +160,20 @@ def variable_axes(variable):
     return axes + (None,) * (variable._value.ndim - len(axes))
 
 
+def why_gathered(variable, layer):
+    """Returns why a layer puts a split variable together to compute with it.
+
+    Args:
+        variable: A Keras variable of the layer, which is split.
+        layer: A Keras layer.
+
+    Returns:
+        String, empty if each device computes with its part of the variable.
+    """
+    # XLA splits the computation of every layer as its variables are.
+    return ""
+
+
 def count_collectives(model, x, y=None):
     """Counts the collectives of the compiled step of a model.
 

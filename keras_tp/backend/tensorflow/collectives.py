@@ -5,6 +5,7 @@ import math
 
 import tensorflow as tf
 from keras.src import tree
+from keras.src.distribution.distribution_lib import distribution
 from tensorflow.experimental import dtensor
 from tensorflow.python.eager import context
 
@@ -93,6 +94,9 @@ class _state_kept:
 
 
 def _executed_graphs(model, step, data):
+    if distribution() is None:
+        # On one device there is no one to talk to.
+        return []
     # A function of its own, since TensorFlow hands out the graphs of a
     # function only when it is made ready to run, which is the first time.
     mark = f"keras_tp_counted_{next(_runs)}"

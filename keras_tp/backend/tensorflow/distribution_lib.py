@@ -15,6 +15,7 @@ from tensorflow.experimental import dtensor
 from keras_tp.backend.tensorflow import collectives
 from keras_tp.backend.tensorflow import devices
 from keras_tp.backend.tensorflow import hooks
+from keras_tp.backend.tensorflow import images
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import selfcheck
 from keras_tp.backend.tensorflow import variables
@@ -167,6 +168,19 @@ def variable_bytes_by_device(variable):
         name = f"{device.device_type}:{device.device_index}".lower()
         held[name] = held.get(name, 0) + part.nbytes
     return held
+
+
+def why_gathered(variable, layer):
+    """Returns why a layer puts a split variable together to compute with it.
+
+    Args:
+        variable: A Keras variable of the layer, which is split.
+        layer: A Keras layer.
+
+    Returns:
+        String, empty if each device computes with its part of the variable.
+    """
+    return images.why_gathered(variable, layer)
 
 
 def count_collectives(model, x, y=None):

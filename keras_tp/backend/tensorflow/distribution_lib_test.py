@@ -110,6 +110,10 @@ def test_a_dim_over_two_mesh_axes_is_refused(mesh):
     layout = dist.TensorLayout((("batch", "model"), None), mesh)
     with pytest.raises(ValueError, match="several mesh axes.*Received"):
         lib._to_backend_layout(layout)
+    # Not for want of trying: a spec of DTensor is one name.
+    for spec in (("batch", "model"), "batch,model", "batch model"):
+        with pytest.raises((TypeError, ValueError, tf.errors.OpError)):
+            dtensor.Layout([spec, dtensor.UNSHARDED], mesh.backend_mesh)
 
 
 def test_jit_compile_is_refused_with_a_reason(mesh):

@@ -1,17 +1,21 @@
-"""Convolutions and poolings: storage is split, the computation is not.
+"""Convolutions and poolings on a mesh.
 
-DTensor has no expansion of either whose channels are split.
+DTensor's own want whole channels, so those whose channels may be split are
+made of `windows`.
 """
 
 import functools
-import itertools
+import math
 
 import tensorflow as tf
+from keras.src.layers.convolutional.base_conv import BaseConv
+from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import placement
+from keras_tp.backend.tensorflow import windows
 
-_WHOLE = "whole features: DTensor cannot split the channels of a convolution"
+_CHANNELS = "DTensor's own wants whole channels"
 
 
 def _is_tensor(x):
@@ -21,8 +25,7 @@ def _is_tensor(x):
 def batch_parallel(original, *args, **kwargs):
     """Runs an operation on whole features; only the batch may be split.
 
-    DTensor has no expansion of convolutions and poolings whose channels are
-    split. What is split is gathered for the operation (weights too, which are
+    What is split is gathered for the operation (weights too, which are
     gathered as they are used and stay split where they are stored), and its
     gradients come back the same way.
     """
@@ -45,63 +48,68 @@ def batch_parallel(original, *args, **kwargs):
     )
 
 
-def _positional(names):
-    """Returns `batch_parallel` for tensors that may be given by name."""
-
-    def rule(original, *args, **kwargs):
-        args = list(args)
-        for name in names[len(args) :]:
-            if name not in kwargs:
-                break
-            args.append(kwargs.pop(name))
-        return batch_parallel(original, *args, **kwargs)
-
-    return rule
-
-
-def _windows(x, sizes, strides, padding, dilations):
-    """Yields `(position, image)` for each position of a sliding window.
+def _split_channels(kernel):
+    """Returns the mesh axes that split a kernel's last two dims.
 
     Args:
-        x: Tensor of shape `(batch, *spatial, channels)`.
-        sizes: Tuple of ints, the size of the window in each spatial dim.
-        strides: Tuple of ints.
-        padding: String, `"SAME"` or `"VALID"`.
-        dilations: Tuple of ints.
+        kernel: Tensor. What is computed from variables, and not just read from
+            one, counts as whole.
+
+    Returns:
+        Pair of strings or `None`. The axis that splits batches is none for
+        channels: what it splits is put together.
     """
-    spans = [(size - 1) * by + 1 for size, by in zip(sizes, dilations)]
-    if padding.upper() == "SAME":
-        pads = []
-        for size, span, step in zip(x.shape[1:], spans, strides):
-            missing = max((-(-size // step) - 1) * step + span - size, 0)
-            pads.append((missing // 2, missing - missing // 2))
-        x = tf.pad(x, [(0, 0), *pads, (0, 0)])
-    ends = [
-        (size - span) // step * step + 1
-        for size, span, step in zip(x.shape[1:], spans, strides)
-    ]
-    for position in itertools.product(*(range(size) for size in sizes)):
-        starts = [i * by for i, by in zip(position, dilations)]
-        index = [
-            slice(start, start + end, step)
-            for start, end, step in zip(starts, ends, strides)
-        ]
-        yield position, x[(slice(None), *index)]
+    specs = placement.specs_of(kernel)
+    if specs is None:
+        return None, None
+    return tuple(
+        None if axis in (dtensor.UNSHARDED, placement.batch_axis()) else axis
+        for axis in specs[-2:]
+    )
 
 
-def _per_dim(value, rank):
-    """Returns a stride or the like as one int for each spatial dim."""
-    if value is None:
-        return (1,) * rank
-    if isinstance(value, int):
-        return (value,) * rank
-    value = tuple(int(v) for v in value)
-    if len(value) == 1:
-        return value * rank
-    return value[1:-1] if len(value) == rank + 2 else value
+def why_gathered(variable, layer):
+    """See `distribution_lib.why_gathered`."""
+    if not isinstance(layer, (BaseConv, BaseConvTranspose)):
+        return ""
+    specs = placement.specs_of(variable)
+    positions = specs[: len(layer.kernel_size)]
+    if len(specs) <= len(positions):
+        # A bias.
+        return ""
+    if getattr(layer, "groups", 1) > 1:
+        kernel = "a kernel of several groups"
+    elif layer.data_format == "channels_first":
+        kernel = "a kernel where channels come first"
+    elif getattr(layer, "lora_enabled", False):
+        kernel = "a kernel that is computed from several variables"
+    elif any(axis != dtensor.UNSHARDED for axis in positions):
+        kernel = "a kernel whose window is split"
+    else:
+        return ""
+    return (
+        "stored split, computed whole: TensorFlow's DTensor has no expansion "
+        f"of a convolution with {kernel}"
+    )
 
 
-def _check_layout_of_images(what, data_format, padding):
+def _lay_out(image, channel_axis):
+    """Splits an image over the batch and the channels."""
+    mesh, axis = placement.current_mesh(), placement.batch_axis()
+    specs = placement.batch_layout(image.shape, mesh, axis).sharding_specs
+    specs = [*specs[:-1], channel_axis or dtensor.UNSHARDED]
+    return dtensor.relayout(image, dtensor.Layout(specs, mesh))
+
+
+def _lay_out_kernel(kernel, axes):
+    specs = [dtensor.UNSHARDED] * (len(kernel.shape) - 2)
+    specs += [axis or dtensor.UNSHARDED for axis in axes]
+    return dtensor.relayout(
+        kernel, dtensor.Layout(specs, placement.current_mesh())
+    )
+
+
+def _check_channels_last(what, data_format, padding):
     first = data_format is not None and data_format.startswith("NC")
     if first or not isinstance(padding, str):
         raise NotImplementedError(
@@ -111,11 +119,8 @@ def _check_layout_of_images(what, data_format, padding):
         )
 
 
-def _whole_features(x):
-    """Returns a tensor of which at most the batch is split."""
-    x = tf.convert_to_tensor(x)
-    mesh, axis = placement.current_mesh(), placement.batch_axis()
-    return dtensor.relayout(x, placement.batch_layout(x.shape, mesh, axis))
+def _channels_first(data_format):
+    return data_format is not None and data_format.startswith("NC")
 
 
 def convolution(
@@ -128,49 +133,108 @@ def convolution(
     dilations=None,
     name=None,
 ):
-    """Convolution of whole features.
+    """Of windows where the kernel is split, or where there is no other way.
 
-    One of one dim, which DTensor does not know, or a dilated one, whose
-    gradient TensorFlow's CPU kernels lack, is a sum over the positions of the
-    window.
+    DTensor has no convolution of one dim, and TensorFlow's CPU kernels no
+    gradient of a dilated one. Groups, and channels that come first, are
+    convolved whole.
     """
     rank = len(input.shape) - 2
-    dilations = _per_dim(dilations, rank)
-    strides = _per_dim(strides, rank)
-    if rank == 1 or max(dilations) > 1:
-        _check_layout_of_images(
+    axes = _split_channels(filters)
+    no_other_way = rank == 1 or max(windows.per_dim(dilations, rank)) > 1
+    grouped = (
+        not _channels_first(data_format)
+        and filters.shape[-2] != input.shape[-1]
+    )
+    if no_other_way:
+        _check_channels_last(
             "a convolution of 1 dim, or dilated,", data_format, padding
         )
-        filters = tf.convert_to_tensor(filters)
-        if filters.shape[-2] != input.shape[-1]:
+        if grouped:
             raise NotImplementedError(
                 "Under a distribution, a convolution of 1 dim, or dilated, "
                 f"cannot have groups. Received: dilations={dilations}, input "
                 f"of {input.shape[-1]} channels, filters of shape "
                 f"{tuple(filters.shape)}"
             )
-        replicated = dtensor.Layout.replicated(
-            placement.current_mesh(), len(filters.shape)
+    elif grouped or not any(axes) or _channels_first(data_format):
+        return batch_parallel(
+            original,
+            input,
+            filters,
+            strides=strides,
+            padding=padding,
+            data_format=data_format,
         )
-        filters = dtensor.relayout(filters, replicated)
-        return sum(
-            tf.tensordot(image, filters[position], 1)
-            for position, image in _windows(
-                _whole_features(input),
-                tuple(filters.shape[:rank]),
-                strides,
-                padding,
-                dilations,
-            )
-        )
-    return batch_parallel(
-        original,
-        input,
-        filters,
-        strides=strides,
-        padding=padding,
-        data_format=data_format,
+    x, kernel = tf.convert_to_tensor(input), tf.convert_to_tensor(filters)
+    window = windows.window(
+        x.shape[1:-1], kernel.shape[:-2], strides, padding, dilations
     )
+
+    @tf.custom_gradient
+    def convolve(x, kernel):
+        x, kernel = _lay_out(x, axes[0]), _lay_out_kernel(kernel, axes)
+        y = windows.correlate(x, kernel, window)
+
+        def gradient(dy):
+            dy = _lay_out(dy, axes[1])
+            dx = windows.spread(dy, kernel, window, x.shape[1:-1])
+            return (
+                _lay_out(dx, axes[0]),
+                _lay_out_kernel(windows.kernel_gradient(x, dy, window), axes),
+            )
+
+        return _lay_out(y, axes[1]), gradient
+
+    return convolve(x, kernel)
+
+
+def conv_transpose(
+    original,
+    input,  # noqa: A002
+    filters,
+    output_shape,
+    strides,
+    padding="SAME",
+    data_format=None,
+    dilations=None,
+    name=None,
+):
+    """Of windows where the kernel is split: a convolution's gradient."""
+    axes = _split_channels(filters)
+    if not any(axes) or _channels_first(data_format):
+        return batch_parallel(
+            original,
+            input,
+            filters,
+            output_shape,
+            strides,
+            padding=padding,
+            data_format=data_format,
+            dilations=dilations,
+        )
+    y, kernel = tf.convert_to_tensor(input), tf.convert_to_tensor(filters)
+    image = tuple(int(tf.get_static_value(n)) for n in output_shape[1:-1])
+    window = windows.window(
+        image, kernel.shape[:-2], strides, padding, dilations
+    )
+
+    @tf.custom_gradient
+    def convolve(y, kernel):
+        y, kernel = _lay_out(y, axes[1]), _lay_out_kernel(kernel, axes)
+        x = windows.spread(y, kernel, window, image)
+
+        def gradient(dx):
+            dx = _lay_out(dx, axes[0])
+            dy = windows.correlate(dx, kernel, window)
+            return (
+                _lay_out(dy, axes[1]),
+                _lay_out_kernel(windows.kernel_gradient(dx, y, window), axes),
+            )
+
+        return _lay_out(x, axes[0]), gradient
+
+    return convolve(y, kernel)
 
 
 def conv1d(
@@ -200,35 +264,39 @@ def pool(
     dilations=None,
     name=None,
 ):
-    """Mean or maximum over the positions of the window."""
-    _check_layout_of_images("pooling", data_format, padding)
+    """Mean or maximum of what the positions in a window see."""
+    _check_channels_last("pooling", data_format, padding)
     x = tf.convert_to_tensor(input)
-    rank = len(x.shape) - 2
-    sizes = _per_dim(window_shape, rank)
-    arguments = (
-        sizes,
-        _per_dim(strides, rank),
-        padding,
-        _per_dim(dilations, rank),
+    window = windows.window(
+        x.shape[1:-1], window_shape, strides, padding, dilations
     )
     if pooling_type == "MAX":
-        if padding.upper() == "SAME":
-            return batch_parallel(
-                original,
-                x,
-                window_shape,
-                pooling_type,
-                strides,
-                padding,
-                data_format,
-                dilations,
-            )
-        images = [image for _, image in _windows(x, *arguments)]
-        return functools.reduce(tf.maximum, images)
+        # The gradient goes to the first of several, as TensorFlow's does.
+        return functools.reduce(
+            tf.maximum, windows.views(x, window, outside=x.dtype.min)
+        )
+    # What pads an image does not count.
     ones = tf.ones([1, *x.shape[1:-1], 1], x.dtype)
-    total = sum(image for _, image in _windows(x, *arguments))
-    # Padding does not count.
-    return total / sum(image for _, image in _windows(ones, *arguments))
+    count = sum(windows.views(ones, window))
+    return sum(windows.views(x, window)) / count
+
+
+def max_pool(
+    original,
+    input,  # noqa: A002
+    ksize,
+    strides,
+    padding,
+    data_format=None,
+    name=None,
+):
+    """TensorFlow's own where nothing but the batch can be split."""
+    mesh, axis = placement.current_mesh(), placement.batch_axis()
+    if axis is not None and mesh.dim_size(axis) == mesh.size:
+        return batch_parallel(
+            original, input, ksize, strides, padding, data_format
+        )
+    return pool(None, input, ksize, "MAX", strides, padding, data_format)
 
 
 def avg_pool(
@@ -240,7 +308,7 @@ def avg_pool(
     data_format=None,
     name=None,
 ):
-    """DTensor has no gradient of a mean pooling."""
+    """DTensor has no gradient of TensorFlow's own."""
     return pool(None, input, ksize, "AVG", strides, padding, data_format)
 
 
@@ -254,21 +322,18 @@ def depthwise_conv2d(
     dilations=None,
     name=None,
 ):
-    """Adds up shifted images: DTensor has no depthwise convolution."""
-    _check_layout_of_images("a depthwise convolution", data_format, padding)
-    kernel = tf.convert_to_tensor(filter)
-    total = sum(
-        image[..., None] * kernel[position]
-        for position, image in _windows(
-            tf.convert_to_tensor(input),
-            tuple(kernel.shape[:2]),
-            _per_dim(strides, 2),
-            padding,
-            _per_dim(dilations, 2),
-        )
+    """Adds up what the positions in a window see, each times its weight."""
+    _check_channels_last("a depthwise convolution", data_format, padding)
+    x, kernel = tf.convert_to_tensor(input), tf.convert_to_tensor(filter)
+    window = windows.window(
+        x.shape[1:-1], kernel.shape[:2], strides, padding, dilations
     )
-    channels = kernel.shape[2] * kernel.shape[3]
-    return tf.reshape(total, [*total.shape[:3], channels])
+    positions = tf.reshape(kernel, [-1, *kernel.shape[2:]])
+    total = sum(
+        tf.expand_dims(view, -1) * positions[i : i + 1]
+        for i, view in enumerate(windows.views(x, window))
+    )
+    return tf.reshape(total, [*total.shape[:3], math.prod(kernel.shape[2:])])
 
 
 def separable_conv2d(
@@ -289,26 +354,41 @@ def separable_conv2d(
     return tf.nn.conv2d(x, pointwise_filter, 1, "VALID")
 
 
+def conv2d(
+    original,
+    input,  # noqa: A002
+    filters,
+    strides,
+    padding,
+    data_format="NHWC",
+    dilations=None,
+    name=None,
+):
+    """The same as `convolution`."""
+    return convolution(
+        tf.nn.convolution,
+        input,
+        filters,
+        strides,
+        padding,
+        data_format,
+        dilations,
+    )
+
+
 RULES = [
     *(
-        ("tensorflow:nn", name, _positional(names), _WHOLE)
-        for name, names in {
-            "conv2d": ("input", "filters"),
-            "conv_transpose": ("input", "filters"),
-            "max_pool": ("input",),
-            "space_to_depth": ("input",),
-            "depth_to_space": ("input",),
+        ("tensorflow:nn", name, rule, _CHANNELS)
+        for name, rule in {
+            "convolution": convolution,
+            "conv1d": conv1d,
+            "conv2d": conv2d,
+            "conv_transpose": conv_transpose,
+            "max_pool": max_pool,
+            "pool": pool,
+            "avg_pool": avg_pool,
+            "depthwise_conv2d": depthwise_conv2d,
+            "separable_conv2d": separable_conv2d,
         }.items()
     ),
-    ("tensorflow:nn", "convolution", convolution, _WHOLE),
-    ("tensorflow:nn", "conv1d", conv1d, _WHOLE),
-    ("tensorflow:nn", "pool", pool, "DTensor has no mean pooling to train"),
-    (
-        "tensorflow:nn",
-        "avg_pool",
-        avg_pool,
-        "DTensor has no mean pooling to train",
-    ),
-    ("tensorflow:nn", "depthwise_conv2d", depthwise_conv2d, "DTensor has none"),
-    ("tensorflow:nn", "separable_conv2d", separable_conv2d, "DTensor has none"),
 ]

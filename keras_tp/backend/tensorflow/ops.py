@@ -6,6 +6,7 @@ KerasHub and a user's own code alike) or of Keras's backend, and only on a mesh.
 
 import functools
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -90,6 +91,63 @@ def unstack(original, value, num=None, axis=0, name="unstack"):
     return [
         tf.squeeze(_slice(value, axis, i, i + 1), axis) for i in range(size)
     ]
+
+
+def stack(original, values, axis=0, name="stack"):
+    """Joins what has one more dim: DTensor's way makes every dim whole."""
+    values = [tf.convert_to_tensor(value) for value in values]
+    if not values or not values[0].shape.rank:
+        return original(values, axis, name)
+    return tf.concat([tf.expand_dims(value, axis) for value in values], axis)
+
+
+def getitem(original, x, index, *args):
+    """Takes dims out, and puts new ones in, one by one.
+
+    Both at once, DTensor makes every dim whole, or ends the process: it has no
+    layout for a dim that is put in front.
+    """
+    items = list(index) if isinstance(index, tuple) else [index]
+    simple = (int, np.integer, slice, type(None), type(Ellipsis))
+    changes = [i for i in items if i is None or isinstance(i, simple[:2])]
+    if (
+        not changes
+        or not all(isinstance(item, simple) for item in items)
+        or any(isinstance(item, bool) for item in items)
+    ):
+        return original(x, index, *args)
+    x = tf.convert_to_tensor(x)
+    given = sum(item is not None and item is not Ellipsis for item in items)
+    if Ellipsis not in items:
+        items.append(Ellipsis)
+    at = items.index(Ellipsis)
+    items[at : at + 1] = [slice(None)] * (len(x.shape) - given)
+    old = [item for item in items if item is not None]
+    taken = [i for i, item in enumerate(old) if not isinstance(item, slice)]
+    for i in taken:
+        # The last one is followed by nothing, not by 0.
+        old[i] = slice(old[i], old[i] + 1 or None)
+    x = original(x, tuple(old), *args)
+    x = tf.squeeze(x, taken) if taken else x
+    kept = [item for item in items if item is None or isinstance(item, slice)]
+    for i, item in enumerate(kept):
+        if item is None:
+            x = tf.expand_dims(x, i)
+    return x
+
+
+def squeeze(original, input, axis=None, name=None):  # noqa: A002
+    """A reshape: DTensor's own may keep the shape of the whole tensor."""
+    x = tf.convert_to_tensor(input)
+    if axis is None or not x.shape.is_fully_defined():
+        return original(x, axis, name)
+    axes = axis if isinstance(axis, (list, tuple)) else [axis]
+    axes = {int(dim) % len(x.shape) for dim in axes}
+    if any(x.shape[dim] != 1 for dim in axes):
+        return original(x, axis, name)
+    return tf.reshape(
+        x, [size for dim, size in enumerate(x.shape) if dim not in axes]
+    )
 
 
 def reverse(original, tensor, axis, name=None):
@@ -323,6 +381,12 @@ _RULES = [
         "DTensor cannot split a split dim",
     ),
     ("tensorflow", "unstack", unstack, "DTensor cannot unstack a split dim"),
+    ("tensorflow", "squeeze", squeeze, "DTensor's may keep a wrong shape"),
+    ("tensorflow", "stack", stack, "DTensor makes what it stacks whole"),
+    *(
+        (owner, "__getitem__", getitem, "DTensor has no layout for a new dim")
+        for owner in ("tensorflow:Tensor", "tensorflow:Variable")
+    ),
     ("tensorflow", "reverse", reverse, "DTensor has no ReverseV2"),
     ("tensorflow", "roll", roll, "DTensor has no Roll"),
     ("tensorflow", "scatter_nd", scatter_nd, "DTensor wants int32 indices"),

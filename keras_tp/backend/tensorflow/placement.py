@@ -60,6 +60,38 @@ def is_dtensor(x):
     return hasattr(x, "numpy") and dtensor.is_dtensor(x)
 
 
+def specs_of(x):
+    """Returns what splits each dim of a tensor, where that can be known.
+
+    While tracing, DTensor does not know layouts yet; but what is read from a
+    variable is split as that is.
+
+    Args:
+        x: Tensor or variable; dims of size 1 may have been put in front.
+
+    Returns:
+        List of mesh axes and `dtensor.UNSHARDED`, for the last dims at least;
+        `None` if it is not known.
+    """
+    x = getattr(x, "_value", x)
+    if isinstance(x, dtensor.DVariable):
+        return x.layout.sharding_specs
+    if is_dtensor(x):
+        return dtensor.fetch_layout(x).sharding_specs
+    if not isinstance(x, tf.Tensor) or tf.executing_eagerly():
+        return None
+    while x.op.type in ("Cast", "ExpandDims", "Identity"):
+        x = x.op.inputs[0]
+    if x.op.type != "ReadVariableOp":
+        return None
+    for outer, inner in x.graph.captures:
+        if inner is x.op.inputs[0] and hasattr(outer, "numpy"):
+            with tf.init_scope():
+                if dtensor.is_dtensor(outer):
+                    return dtensor.fetch_layout(outer).sharding_specs
+    return None
+
+
 def shard_slices(layout, shape, device_id):
     """Returns the part of a tensor that one device of a mesh holds.
 
@@ -103,12 +135,11 @@ def place(value, layout):
         value = read(value)
     elif not tf.executing_eagerly():
         return dtensor.relayout(tf.convert_to_tensor(value), layout)
-    if tf.is_tensor(value):
-        value = value.numpy()
-    value = np.asarray(value)
+    if not tf.is_tensor(value):
+        value = np.asarray(value)
     return place_parts(
         lambda part: value[tuple(slice(*ends) for ends in part)],
-        value.shape,
+        tuple(value.shape),
         layout,
     )
 

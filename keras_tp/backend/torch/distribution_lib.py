@@ -179,6 +179,19 @@ def variable_axes(variable):
     return placement.axes_of(variable._value, variable._layout)
 
 
+def why_gathered(variable, layer):
+    """Returns why a layer puts a split variable together to compute with it.
+
+    Args:
+        variable: A Keras variable of the layer, which is split.
+        layer: A Keras layer.
+
+    Returns:
+        String, empty if each device computes with its part of the variable.
+    """
+    return ""
+
+
 def count_collectives(model, x, y=None):
     """Counts the collectives that one step of a model enters.
 

@@ -1,0 +1,170 @@
+"""Windows that slide over images, of operations that DTensor splits.
+
+DTensor's own convolutions want whole channels. Here one is a contraction of
+what the window sees with the kernel, over the positions in the window and the
+input channels, and so are both of its gradients. Kernels split over their
+output (column) or input channels (row) then cost what those of a dense layer
+cost: one all-reduce of an image, backward or forward.
+
+An image is a tensor of shape `(batch, *spatial, channels)`.
+"""
+
+import collections
+import itertools
+
+import tensorflow as tf
+
+_DIMS = "xyz"
+
+
+class Window(
+    collections.namedtuple("Window", ["sizes", "strides", "dilations", "pads"])
+):
+    """A window that slides over images; see `window`.
+
+    Args:
+        sizes: Tuple of ints, one for each spatial dim, as the others.
+        strides: Tuple of ints.
+        dilations: Tuple of ints.
+        pads: Tuple of `(before, after)`, by which an image is padded.
+    """
+
+    @property
+    def spans(self):
+        """The sizes, with the gaps that dilation makes."""
+        return [(n - 1) * by + 1 for n, by in zip(self.sizes, self.dilations)]
+
+
+def window(image, sizes, strides, padding, dilations):
+    """Returns a `Window` for images of a size.
+
+    Args:
+        image: Tuple of ints, the spatial size of the images.
+        sizes: Int or tuple of ints, as the others.
+        strides: As TensorFlow takes it.
+        padding: String, `"SAME"` or `"VALID"`.
+        dilations: As TensorFlow takes it.
+    """
+    rank = len(image)
+    unpadded = Window(
+        *(per_dim(value, rank) for value in (sizes, strides, dilations)),
+        ((0, 0),) * rank,
+    )
+    if padding.upper() == "VALID":
+        return unpadded
+    pads = []
+    for n, span, step in zip(image, unpadded.spans, unpadded.strides):
+        missing = max((-(-n // step) - 1) * step + span - n, 0)
+        pads.append((missing // 2, missing - missing // 2))
+    return unpadded._replace(pads=tuple(pads))
+
+
+def per_dim(value, rank):
+    """Returns a stride or the like as one int for each spatial dim."""
+    if value is None:
+        return (1,) * rank
+    if isinstance(value, int):
+        return (value,) * rank
+    value = tuple(int(v) for v in value)
+    if len(value) == 1:
+        return value * rank
+    return value[1:-1] if len(value) == rank + 2 else value
+
+
+def views(x, window, outside=0):
+    """Returns what each position in the window sees, a list of images.
+
+    Args:
+        x: Image.
+        window: `Window`.
+        outside: Number that an image is padded with.
+    """
+    if any(map(any, window.pads)):
+        pads = [(0, 0), *window.pads, (0, 0)]
+        x = tf.pad(x, pads, constant_values=tf.cast(outside, x.dtype))
+    lengths = [
+        (n - span) // step * step + 1
+        for n, span, step in zip(x.shape[1:], window.spans, window.strides)
+    ]
+    seen = []
+    for position in itertools.product(*map(range, window.sizes)):
+        index = [
+            slice(i * by, i * by + length, step)
+            for i, by, length, step in zip(
+                position, window.dilations, lengths, window.strides
+            )
+        ]
+        seen.append(x[(slice(None), *index)])
+    return seen
+
+
+def _side_by_side(images):
+    """Puts images together in a dim before the channels."""
+    # DTensor's expansion of `tf.stack` makes every dim whole.
+    return tf.concat([tf.expand_dims(image, -2) for image in images], -2)
+
+
+def _flat(kernel):
+    """Returns a kernel whose positions are one dim."""
+    return tf.reshape(kernel, [-1, *kernel.shape[-2:]])
+
+
+def correlate(x, kernel, window):
+    """Returns the convolution of an image.
+
+    Args:
+        x: Image.
+        kernel: Tensor of shape `(*sizes, channels of x, output channels)`.
+        window: `Window`.
+    """
+    dims = _DIMS[: len(window.sizes)]
+    seen = _side_by_side(views(x, window))
+    return tf.einsum(f"b{dims}pi,pio->b{dims}o", seen, _flat(kernel))
+
+
+def spread(y, kernel, window, image):
+    """Returns the transposed convolution: the gradient of `correlate`'s image.
+
+    Args:
+        y: Image, as `correlate` returns it.
+        kernel: Tensor, as for `correlate`.
+        window: `Window`.
+        image: Tuple of ints, the spatial size of what is returned.
+    """
+    rank = len(image)
+    sizes = [n + span - 1 for n, span in zip(image, window.spans)]
+    first = [
+        span - 1 - pads[0] for span, pads in zip(window.spans, window.pads)
+    ]
+    ends = [
+        start + (n - 1) * step + 1
+        for start, n, step in zip(first, y.shape[1:], window.strides)
+    ]
+    # Pixels a stride apart, zeros between and around them: the gradient of
+    # the slice that takes them out.
+    apart = tf.raw_ops.StridedSliceGrad(
+        shape=[y.shape[0], *sizes, y.shape[-1]],
+        begin=[0, *first, 0],
+        end=[y.shape[0], *ends, y.shape[-1]],
+        strides=[1, *window.strides, 1],
+        dy=y,
+    )
+    one_by_one = window._replace(strides=(1,) * rank, pads=((0, 0),) * rank)
+    seen = _side_by_side(views(apart, one_by_one)[::-1])
+    dims = _DIMS[:rank]
+    # One sum over positions and channels: what devices add up is an image.
+    return tf.einsum(f"b{dims}po,pio->b{dims}i", seen, _flat(kernel))
+
+
+def kernel_gradient(x, dy, window):
+    """Returns the gradient of `correlate`'s kernel.
+
+    Args:
+        x: Image that was convolved.
+        dy: Image, the gradient of the convolution.
+        window: `Window`.
+    """
+    dims = _DIMS[: len(window.sizes)]
+    seen = _side_by_side(views(x, window))
+    gradient = tf.einsum(f"b{dims}pi,b{dims}o->pio", seen, dy)
+    return tf.reshape(gradient, [*window.sizes, *gradient.shape[1:]])
