@@ -19,13 +19,9 @@ from keras_tp.backend.tensorflow import variables
 _running = weakref.WeakKeyDictionary()
 
 
-def _finish(model):
-    """Waits for the step of a model that runs, and raises its error if any.
-
-    Returns:
-        What the step returned, as plain tensors; `None` if none runs.
-    """
-    return tree.map_structure(placement.to_host, _running.pop(model, None))
+def _wait(outputs):
+    """Returns DTensors as plain tensors; raises the error of their step."""
+    return tree.map_structure(placement.to_host, outputs)
 
 
 def _mesh_and_axis(current):
@@ -95,15 +91,19 @@ def hook_make_function(original):
         def function(iterator):
             outputs = None
             for _, data in zip(range(self.steps_per_execution), iterator):
-                outputs = run(data)
-                _finish(self)
+                before = _running.pop(self, None)
+                try:
+                    outputs = run(data)
+                finally:
+                    # If both steps fail, the first error is the cause.
+                    _wait(before)
                 _running[self] = outputs
             if outputs is None:
                 raise StopIteration
             if isinstance(iterator, tf.data.Iterator):
                 return outputs
             # The batch of `train_on_batch` or `test_on_batch`: none follows.
-            return _finish(self)
+            return _wait(_running.pop(self))
 
         return function
 
@@ -122,10 +122,7 @@ def hook_make_predict_function(original):
         run = step_on_mesh(self, self.predict_step)
 
         def predict_function(data):
-            outputs = [
-                tree.map_structure(placement.to_host, run(batch))
-                for batch in data
-            ]
+            outputs = [_wait(run(batch)) for batch in data]
             if len(outputs) == 1:
                 return outputs[0]
             return tree.map_structure(
@@ -152,11 +149,11 @@ def hook_get_metrics_result(original):
             or not tf.executing_eagerly()
         ):
             return original(self)
-        _finish(self)
+        _wait(_running.pop(self, None))
         mesh, axis = _mesh_and_axis(current)
         with placement.on_mesh(mesh, axis):
             results = original(self)
-        return tree.map_structure(placement.to_host, results)
+        return _wait(results)
 
     return get_metrics_result
 

@@ -1,0 +1,138 @@
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_tp import distribution as dist
+from keras_tp.backend.tensorflow import training
+
+BATCH = 4
+FORBIDDEN = 100.0
+
+
+class Guarded(keras.Sequential):
+    """A model whose step fails on inputs that are too large."""
+
+    def compute_loss(self, x=None, *args, **kwargs):
+        loss = super().compute_loss(x, *args, **kwargs)
+        largest = tf.reduce_max(tf.cast(x, "float32"))
+        guard = tf.debugging.assert_less(largest, FORBIDDEN)
+        with tf.control_dependencies([guard]):
+            return tf.identity(loss)
+
+
+def guarded_model(**arguments):
+    model = Guarded(
+        [
+            keras.Input((3,)),
+            keras.layers.Dense(4, name="up"),
+            keras.layers.Dense(2, name="down"),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(1e-3), "mse", **arguments)
+    return model
+
+
+def split():
+    mesh = dist.DeviceMesh((1, 2), ["batch", "model"], dist.list_devices()[:2])
+    layout_map = dist.LayoutMap(mesh)
+    layout_map[".*up/kernel"] = (None, "model")
+    return dist.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
+
+
+class Drawn:
+    """Endless data that counts what is drawn of it.
+
+    Attributes:
+        starts: Int, how often it was iterated over from its start.
+        batches: Int, how many batches were drawn.
+        at_draws: List of what `on_draw` returned at each of them.
+    """
+
+    def __init__(self, on_draw=lambda: None):
+        self.starts = self.batches = 0
+        self.at_draws = []
+        self._on_draw = on_draw
+
+    def _generator(self):
+        self.starts += 1
+        while True:
+            self.batches += 1
+            self.at_draws.append(self._on_draw())
+            yield np.ones((BATCH, 3)), np.ones((BATCH, 2))
+
+    def dataset(self):
+        spec = [tf.TensorSpec((None, size), "float32") for size in (3, 2)]
+        options = tf.data.Options()
+        # TensorFlow draws ahead by itself otherwise.
+        options.autotune.enabled = False
+        return tf.data.Dataset.from_generator(
+            self._generator, output_signature=tuple(spec)
+        ).with_options(options)
+
+
+def batches(x, y):
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_no_more_batches_are_drawn_than_on_one_device(steps_per_execution):
+    def draws(scope):
+        with scope:
+            model = guarded_model(steps_per_execution=steps_per_execution)
+            drawn, counts = Drawn(), []
+            count = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs: counts.append(
+                    drawn.batches
+                )
+            )
+            model.fit(
+                drawn.dataset(),
+                steps_per_epoch=3,
+                epochs=2,
+                callbacks=[count],
+                verbose=0,
+            )
+            model.evaluate(drawn.dataset(), steps=2, verbose=0)
+            return [drawn.starts, drawn.batches, *counts]
+
+    assert draws(split().scope()) == draws(contextlib.nullcontext())
+
+
+def test_a_batch_is_drawn_while_the_step_before_it_runs():
+    with split().scope():
+        model = guarded_model()
+        drawn = Drawn(lambda: model in training._running)
+        model.fit(drawn.dataset(), steps_per_epoch=3, epochs=2, verbose=0)
+    # Each epoch ends when its last step has ended.
+    assert drawn.at_draws == [False, True, True] * 2
+    assert model not in training._running
+
+
+@pytest.mark.parametrize("bad_batch", [0, 1, 3])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"steps_per_execution": 2}, {"run_eagerly": True}]
+)
+def test_the_error_of_any_step_is_raised(bad_batch, arguments):
+    x, y = np.ones((4 * BATCH, 3)), np.ones((4 * BATCH, 2))
+    bad = np.array(x)
+    bad[bad_batch * BATCH] = 2 * FORBIDDEN
+    with split().scope():
+        model = guarded_model(**arguments)
+        for method in (model.fit, model.evaluate):
+            with pytest.raises(tf.errors.OpError):
+                method(batches(bad, y), verbose=0)
+        # The next run is not told of it.
+        model.fit(batches(x, y), verbose=0)
+
+
+def test_the_error_of_a_single_batch_is_raised():
+    bad, y = np.full((BATCH, 3), 2 * FORBIDDEN), np.ones((BATCH, 2))
+    with split().scope():
+        model = guarded_model()
+        for method in (model.train_on_batch, model.test_on_batch):
+            with pytest.raises(tf.errors.OpError):
+                method(bad, y)
+        assert isinstance(model.train_on_batch(0 * bad, y), float)
