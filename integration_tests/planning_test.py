@@ -65,7 +65,7 @@ def split_of(plan):
 def test_keras_hub(name):
     for count in COUNTS:
         plan = plan_of(hub_models.MODELS[name], count)
-        text = plan.to_json()
+        text = golden_text(plan)
         path = GOLDEN / f"{name}_{count}.json"
         if os.environ.get("KERAS_TP_UPDATE_GOLDEN"):
             path.write_text(text)
@@ -73,6 +73,16 @@ def test_keras_hub(name):
         check_whole(plan, count)
         assert plan.split_share >= 0.9
         assert not plan.without_rule
+
+
+def golden_text(plan):
+    """Returns the file of a plan without its estimate of activations.
+
+    Attention is one operation on some backends and several on others, which
+    keep what is between them.
+    """
+    lines = plan.to_json().splitlines(keepends=True)
+    return "".join(line for line in lines if '"activations"' not in line)
 
 
 def check_whole(plan, count):
