@@ -1,6 +1,5 @@
 """What a planner decided: layouts, why, and what they cost."""
 
-import collections
 import functools
 import io
 import json
@@ -10,74 +9,11 @@ import re
 from keras_tp.distribution.layout_map import LayoutMap
 from keras_tp.distribution.layout_map import format_bytes
 from keras_tp.distribution.planning import cost
+from keras_tp.distribution.planning import page
+from keras_tp.distribution.planning import rows
 from keras_tp.distribution.tensor_layout import axis_size
 
 FORMAT_VERSION = 1
-
-
-class PlannedVariable(
-    collections.namedtuple(
-        "PlannedVariable",
-        [
-            "path",
-            "shape",
-            "dtype",
-            "trainable",
-            "axes",
-            "blocks",
-            "why",
-            "obstacles",
-        ],
-    )
-):
-    """One row of a `ShardingPlan`.
-
-    Args:
-        path: String.
-        shape: Tuple of ints.
-        dtype: String.
-        trainable: Boolean.
-        axes: Tuple with `None`, a mesh axis or a tuple of mesh axes for each
-            dim: the logical layout.
-        blocks: Int. If more than 1, the split dim consists of so many blocks
-            and each device is to have a part of each. A Keras layout cannot
-            say so: the variable is replicated.
-        why: String.
-        obstacles: Tuple with a string for each dim: why the planner would not
-            split it, or an empty one.
-    """
-
-    @property
-    def layout_axes(self):
-        """The axes of the layout that is really used."""
-        return self.axes if self.blocks == 1 else (None,) * len(self.shape)
-
-    @property
-    def nbytes(self):
-        """Size of the whole variable in bytes."""
-        return math.prod(self.shape) * cost.item_bytes(self.dtype)
-
-    @property
-    def is_split(self):
-        return any(self.layout_axes)
-
-
-class PlannedReduction(
-    collections.namedtuple(
-        "PlannedReduction", ["path", "operation", "backward", "terms", "size"]
-    )
-):
-    """A sum over the devices, once in every training step.
-
-    Args:
-        path: String, path of the layer that causes it.
-        operation: String, name of the operation.
-        backward: Boolean. Whether a gradient is summed; it is not in a forward
-            pass then.
-        terms: Int, how many gradients are added up before they are summed.
-            XLA's pipeline for CPUs sums each of them over the devices.
-        size: `Size` in bytes.
-    """
 
 
 class ShardingPlan:
@@ -143,9 +79,10 @@ class ShardingPlan:
     @property
     def split_share(self):
         """Share of the bytes of matrices and the like that is split."""
-        rows = [row for row in self.variables if len(row.shape) > 1]
-        total = sum(row.nbytes for row in rows)
-        return sum(r.nbytes for r in rows if r.is_split) / total if total else 1
+        matrices = [row for row in self.variables if len(row.shape) > 1]
+        total = sum(row.nbytes for row in matrices)
+        split = sum(row.nbytes for row in matrices if row.is_split)
+        return split / total if total else 1
 
     @property
     def batch_axis(self):
@@ -191,7 +128,7 @@ class ShardingPlan:
             )
         parameters = gradients = 0
         for row in self.variables:
-            size = self._device_bytes(row, dtype)
+            size = self.device_bytes(row, dtype)
             parameters += size
             gradients += size if row.trainable else 0
         activations = self._sum(self.activations, batch_size, sequence_length)
@@ -224,7 +161,7 @@ class ShardingPlan:
         if self._replicas > 1:
             gradients = [r for r in self.variables if r.trainable]
             count += len(gradients)
-            total += sum(self._device_bytes(row) for row in gradients)
+            total += sum(self.device_bytes(row) for row in gradients)
         return {"all_reduce": (count, total)}
 
     @property
@@ -241,7 +178,14 @@ class ShardingPlan:
         batch = batch_size // self._replicas
         return sum(size.at(batch, sequence_length) for size in sizes)
 
-    def _device_bytes(self, row, dtype=None):
+    def device_bytes(self, row, dtype=None):
+        """Returns the bytes of a `PlannedVariable` on one device.
+
+        Args:
+            row: `PlannedVariable`.
+            dtype: String, dtype to keep it in instead of its own, if that is
+                one of floats. Defaults to `None`.
+        """
         item = cost.item_bytes(row.dtype)
         if dtype is not None and "float" in row.dtype:
             item = cost.item_bytes(dtype)
@@ -318,7 +262,7 @@ class ShardingPlan:
             mine = row.layout_axes
             return f"dim {dim} is split, the plan has {mine}: {row.why}"
         if row.is_split and not any(theirs):
-            saved = row.nbytes - self._device_bytes(row)
+            saved = row.nbytes - self.device_bytes(row)
             return (
                 f"replicated; {row.layout_axes} would save "
                 f"{format_bytes(saved)} on each device"
@@ -343,15 +287,15 @@ class ShardingPlan:
             table.add_row(
                 row.path,
                 str(row.shape),
-                _layout_text(row),
-                f"{self._device_bytes(row) / 2**20:.3f}",
+                rows.layout_text(row),
+                f"{self.device_bytes(row) / 2**20:.3f}",
                 row.why,
             )
         text = io.StringIO()
         console = Console(file=text, width=120)
         console.print(table)
         total = sum(row.nbytes for row in self.variables)
-        held = sum(self._device_bytes(row) for row in self.variables)
+        held = sum(self.device_bytes(row) for row in self.variables)
         console.print(
             f"Mesh {dict(zip(mesh.axis_names, mesh.shape))}: each device holds "
             f"{format_bytes(held)} of {format_bytes(total)}; "
@@ -397,10 +341,19 @@ class ShardingPlan:
             "reductions": [row._asdict() for row in self.reductions],
         }
         lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
-        for name, rows in lists.items():
-            body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+        for name, listed in lists.items():
+            body = ",\n".join(f"  {json.dumps(row)}" for row in listed)
             lines.append(f"{json.dumps(name)}: [\n{body}\n ]")
         return "{\n " + ",\n ".join(lines) + "\n}\n"
+
+    def to_html(self, path):
+        """Writes the plan as one self-contained HTML page.
+
+        Args:
+            path: String or path-like, the file to write.
+        """
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page.page(self))
 
     @classmethod
     def from_json(cls, text, device_mesh=None):
@@ -444,27 +397,16 @@ class ShardingPlan:
             model_name=data["model"],
             device_mesh=device_mesh,
             axis=data["axis"],
-            variables=[_variable(row) for row in data["variables"]],
+            variables=[
+                rows.variable_from_json(row) for row in data["variables"]
+            ],
             reductions=[
-                PlannedReduction(**{**row, "size": cost.Size(*row["size"])})
-                for row in data["reductions"]
+                rows.reduction_from_json(row) for row in data["reductions"]
             ],
             activations=[cost.Size(*size) for size in data["activations"]],
             split_outputs=[cost.Size(*size) for size in data["split_outputs"]],
             without_rule=data["without_rule"],
         )
-
-
-def _variable(row):
-    axes = (tuple(a) if isinstance(a, list) else a for a in row["axes"])
-    return PlannedVariable(
-        **{
-            **row,
-            "shape": tuple(row["shape"]),
-            "axes": tuple(axes),
-            "obstacles": tuple(row["obstacles"]),
-        }
-    )
 
 
 def _mesh_of_first_devices(shape, names):
@@ -473,9 +415,3 @@ def _mesh_of_first_devices(shape, names):
     from keras_tp.distribution.distribution_lib import list_devices
 
     return DeviceMesh(shape, names, list_devices()[: math.prod(shape)])
-
-
-def _layout_text(row):
-    if row.blocks > 1:
-        return f"replicated ({row.axes} in {row.blocks} blocks)"
-    return str(row.axes) if any(row.axes) else "replicated"

@@ -1,3 +1,4 @@
+import html.parser
 import json
 
 import keras
@@ -125,3 +126,34 @@ def test_summary_names_everything():
     assert {row["path"] for row in data["variables"]} == {
         v.path for v in build().weights
     }
+
+
+class _Text(html.parser.HTMLParser):
+    """Collects text and checks that every element is closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text = [], []
+
+    def handle_starttag(self, tag, attrs):
+        assert tag not in ("script", "link", "img")
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_page(tmp_path):
+    plan().to_html(tmp_path / "plan.html")
+    parser = _Text()
+    parser.feed((tmp_path / "plan.html").read_text(encoding="utf-8"))
+    assert not parser.open
+    text = " ".join(parser.text)
+    for part in ("up", "16 model", "normalized over this dim", "160 B"):
+        assert part in text
+    # The output of the pair, and the gradient of what it takes in.
+    assert text.count("summed over the devices,") == 2

@@ -10,9 +10,9 @@ from keras_tp.distribution.planning import rules_nn  # noqa: F401
 from keras_tp.distribution.planning import rules_shape  # noqa: F401
 from keras_tp.distribution.planning import solver
 from keras_tp.distribution.planning import trace
-from keras_tp.distribution.planning.plan import PlannedReduction
-from keras_tp.distribution.planning.plan import PlannedVariable
 from keras_tp.distribution.planning.plan import ShardingPlan
+from keras_tp.distribution.planning.rows import PlannedReduction
+from keras_tp.distribution.planning.rows import PlannedVariable
 from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import check_layout
 

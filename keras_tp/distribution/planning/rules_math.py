@@ -7,6 +7,8 @@ from keras_tp.distribution.planning.rules import leaf_rule
 from keras_tp.distribution.planning.rules import rule
 
 _GREEK = "αβγδεζηθ"
+# One text for all forms of attention: backends differ in which one they use.
+IN_ATTENTION = "inside of an attention head, or positions"
 
 
 def axes_of(axis, ndim):
@@ -74,7 +76,7 @@ def _attention(dims, activations, out, where):
         return
     for letter in where.keys() - set(out):
         value, i = where[letter][0]
-        dims.keep(value, i, "inside of an attention head, or positions")
+        dims.keep(value, i, IN_ATTENTION)
     for letter in free[0] & free[1]:
         for value, i in where.get(letter, ()):
             dims.head(value, i)
@@ -83,7 +85,7 @@ def _attention(dims, activations, out, where):
         values = probable.index(False)
         for letter in free[values] - free[1 - values]:
             for value, i in where.get(letter, ()):
-                dims.keep(value, i, "inside of an attention head")
+                dims.keep(value, i, IN_ATTENTION)
 
 
 @rule("Einsum")

@@ -2,6 +2,7 @@
 
 from keras_tp.distribution.planning.rules import leaf_rule
 from keras_tp.distribution.planning.rules import rule
+from keras_tp.distribution.planning.rules_math import IN_ATTENTION
 from keras_tp.distribution.planning.rules_math import axes_of
 
 
@@ -37,9 +38,9 @@ def dot_product_attention(dims, step):
         dims.same(x, 0, output, 0)
     for x in (query, key, value, output):
         dims.head(x, 2)
-        dims.keep(x, 3, "inside of an attention head")
+        dims.keep(x, 3, IN_ATTENTION)
     for x in (key, value):
-        dims.keep(x, 1, "positions that are attended to")
+        dims.keep(x, 1, IN_ATTENTION)
     for mask in rest:
         if mask.ndim == 4:
             dims.same(mask, 1, query, 2)

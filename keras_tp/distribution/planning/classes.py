@@ -1,0 +1,249 @@
+"""The dims of a graph that are split together, and which never are."""
+
+import collections
+
+from keras_tp.distribution.planning.rules import Dims
+
+
+class Classes:
+    """Classes of dims for a number of devices.
+
+    Args:
+        graph: `Graph`.
+        count: Int, number of devices along the axis that splits variables.
+
+    Attributes:
+        dims: `Dims` of the graph.
+        by_path: Dict of path to the `Value` of the variable, the first if
+            several have it.
+        members: Dict of class to a list of `(path, dim, blocks)`: what can be
+            split along with it.
+        frozen: Dict of path to why nothing of the variable is split: it holds
+            heads that do not divide.
+        cost: Dict of class to the bytes that splitting it communicates.
+        is_paired: Set of the classes that a weight sums over.
+    """
+
+    def __init__(self, graph, count):
+        self.graph = graph
+        self.count = count
+        self.dims = Dims(graph)
+        self.composite = {}
+        self.blocked = {}
+        self.by_path = {}
+        for value in graph.variables:
+            first = self.by_path.setdefault(value.path, value)
+            self._tie(first, value)
+        self._resolve_factors()
+        self._barred = self._find_barred()
+        self._resolve_repeats()
+        self._resolve_blocks()
+        self._find_members()
+        self._find_costs()
+
+    def _tie(self, a, b):
+        """Two variables of one path get one layout."""
+        if a is not b and a.shape == b.shape:
+            for i in range(a.ndim):
+                self.dims.same(a, i, b, i)
+        elif a is not b:
+            why = "several variables of different shapes have this path"
+            self.dims.keep_whole([a, b], why)
+
+    def _resolve_factors(self):
+        """A dim made of two is split along its major factor.
+
+        If the devices are more, along that and part of the minor one: 2 heads
+        of keys by 4 groups of queries on 4 devices are split 2 by 2.
+        """
+        dims, count = self.dims, self.count
+        kept = {dims.find(node) for node in dims.whole}
+        for flat, major, minor in dims.factors:
+            size = dims.size(major)
+            if dims.find(major) not in kept:
+                if size % count == 0:
+                    dims.join(flat, major)
+                    dims.whole.setdefault(
+                        minor, "minor part of a dim that is reshaped"
+                    )
+                    continue
+                rest = count // size
+                if count % size == 0 and dims.size(minor) % rest == 0:
+                    dims.join(flat, major)
+                    self.composite[major] = size
+                    continue
+            dims.blocks.append((flat, minor, size, True))
+            dims.whole.setdefault(major, f"{size} blocks of one dim")
+
+    def _find_barred(self):
+        """Returns a dict of the class that cannot be split to the reason."""
+        dims = self.dims
+        barred = {}
+        for node, why in dims.whole.items():
+            root = dims.find(node)
+            # The same reason whatever the order of the steps.
+            barred[root] = min(why, barred.get(root, why))
+        coarse = collections.defaultdict(set)
+        for node, size in self.composite.items():
+            coarse[dims.find(node)].add(size)
+        self.coarse = coarse
+        for value in self.graph.values:
+            for i, size in enumerate(value.shape):
+                if size > 1 and size % self.count:
+                    root = dims.find((value.index, i))
+                    if root not in barred and size not in coarse.get(root, ()):
+                        barred[root] = self._does_not_divide(size)
+        return barred
+
+    def _does_not_divide(self, size):
+        sizes = [k for k in range(2, min(size, 64) + 1) if size % k == 0]
+        return f"{size} does not divide by {self.count}, but by {sizes[:8]}"
+
+    def _bar(self, node, why):
+        self._barred.setdefault(self.dims.find(node), why)
+
+    def _join(self, a, b):
+        """Joins two classes of which none is barred."""
+        coarse = self.coarse.pop(self.dims.find(a), set())
+        coarse |= self.coarse.pop(self.dims.find(b), set())
+        self.dims.join(a, b)
+        if coarse:
+            self.coarse[self.dims.find(a)] = coarse
+
+    def _resolve_repeats(self):
+        """Heads of keys and values go with the queries', or stay whole."""
+        dims = self.dims
+        for few, many in dims.repeats:
+            if (
+                dims.find(few) in self._barred
+                or dims.find(many) in self._barred
+            ):
+                size = dims.size(few)
+                self._bar(
+                    few,
+                    f"{size} heads of keys and values do not divide by "
+                    f"{self.count}: whole on each device",
+                )
+            else:
+                self._join(few, many)
+        heads = {dims.find(node) for node in dims.heads}
+        for _ in range(2):
+            heads |= {
+                dims.find(few)
+                for few, many in dims.repeats
+                if dims.find(many) in heads
+            }
+            heads |= {
+                dims.find(fused)
+                for fused, part, *_ in dims.blocks
+                if dims.find(part) in heads
+            }
+            heads |= {
+                dims.find(flat)
+                for flat, *parts in dims.factors
+                if any(dims.find(part) in heads for part in parts)
+            }
+        self.head_classes = heads
+
+    def _resolve_blocks(self):
+        """A dim of several blocks is split as they are, or stays whole."""
+        dims = self.dims
+        changed = True
+        while changed:
+            changed = False
+            self.blocked = {}
+            fused_dims = collections.defaultdict(list)
+            for fused, part, count, is_split in dims.blocks:
+                fused_dims[dims.find(fused)].append((part, count, is_split))
+            for fused, parts in sorted(fused_dims.items()):
+                roots = sorted({dims.find(part) for part, *_ in parts})
+                counts = {count for _, count, _ in parts}
+                whole = fused in self._barred
+                if (
+                    whole
+                    or len(counts) > 1
+                    or fused in roots
+                    or any(root in self._barred for root in roots)
+                ):
+                    if not whole:
+                        self._bar(fused, self._why_fused(roots, counts))
+                        changed = True
+                    for part, _, is_split in parts:
+                        root = dims.find(part)
+                        if not is_split and root not in self._barred:
+                            self._bar(part, "joined to a dim that is whole")
+                            changed = True
+                else:
+                    for root in roots[1:]:
+                        if dims.find(root) != dims.find(roots[0]):
+                            self._join(roots[0], root)
+                            changed = True
+                    self.blocked[fused] = dims.find(roots[0]), counts.pop()
+
+    def _why_fused(self, roots, counts):
+        if len(counts) > 1:
+            return f"cut in {' and in '.join(map(str, sorted(counts)))} parts"
+        reasons = [self._barred[r] for r in roots if r in self._barred]
+        return f"several blocks: {reasons[0]}" if reasons else "blocks overlap"
+
+    def class_of(self, node):
+        """Returns the class of a node and in how many blocks it is split."""
+        root = self.dims.find(node)
+        if root in self.blocked:
+            part, count = self.blocked[root]
+            return self.dims.find(part), count
+        return root, 1
+
+    def _find_members(self):
+        """Notes which dims of which variables are in a class."""
+        self.members = collections.defaultdict(list)
+        self.frozen = {}
+        for path, value in self.by_path.items():
+            for i, size in enumerate(value.shape):
+                if size == 1:
+                    continue
+                node = (value.index, i)
+                root, blocks = self.class_of(node)
+                why = self.obstacle(value, i)
+                if not why:
+                    self.members[root].append((path, i, blocks))
+                elif (
+                    value.ndim > 1 and self.dims.find(node) in self.head_classes
+                ):
+                    # Nothing else of heads that do not divide is cut.
+                    self.frozen.setdefault(path, f"heads: {why}")
+
+    def _counts_heads(self, node):
+        return self.dims.find(node) in self.head_classes
+
+    def _find_costs(self):
+        """Sums the bytes that splitting a class would communicate."""
+        self.cost = collections.Counter()
+        self.is_paired = set()
+        seen = set()
+        for partial in self.dims.partials:
+            root, _ = self.class_of(partial.node)
+            if partial.backward:
+                key = root, partial.tensor.index
+                if key in seen:
+                    continue
+                seen.add(key)
+            else:
+                self.is_paired.add(root)
+            self.cost[root] += partial.tensor.nbytes
+        for value in self.graph.outputs:
+            for i, size in enumerate(value.shape):
+                if size > 1:
+                    root, _ = self.class_of((value.index, i))
+                    self.cost[root] += value.nbytes // 2
+
+    def obstacle(self, value, i):
+        """Returns why a dim cannot be split; an empty string if it can be."""
+        if value.shape[i] == 1:
+            return "of size 1"
+        node = (value.index, i)
+        root, blocks = self.class_of(node)
+        why = self._barred.get(self.dims.find(node)) or self._barred.get(root)
+        if why is None and value.shape[i] % (self.count * blocks):
+            why = self._does_not_divide(value.shape[i])
+        return why or ""

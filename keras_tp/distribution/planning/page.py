@@ -1,0 +1,122 @@
+"""A plan as one self-contained HTML page."""
+
+import html
+import itertools
+
+from keras_tp.distribution.layout_map import format_bytes
+
+_STYLE = """
+body { font: 14px/1.4 system-ui, sans-serif; margin: 2em auto; max-width: 70em;
+  padding: 0 1em; color: #222; background: #fff; }
+h1 { font-size: 1.4em; } h2 { font-size: 1em; margin: 1.4em 0 .3em;
+  font-family: ui-monospace, monospace; overflow-wrap: anywhere; }
+table { border-collapse: collapse; width: 100%; table-layout: fixed; }
+td { padding: .2em .5em; border-bottom: 1px solid #eee; vertical-align: top;
+  overflow-wrap: anywhere; }
+td.name, td.shape { font-family: ui-monospace, monospace; }
+td.name { width: 22%; } td.shape { width: 26%; } td.size { width: 10%;
+  text-align: right; } .dim { padding: 0 .3em; border-radius: 3px; }
+.split { background: #2563eb; color: #fff; }
+.blocks { background: #f59e0b; } .whole { background: #e5e7eb; }
+.sum { margin: .3em 0; color: #b91c1c; }
+.sum::before { content: "\\2211  "; }
+.bar { height: 1.2em; display: flex; margin: .3em 0; }
+.bar span { display: block; height: 100%; }
+"""
+
+
+def page(plan):
+    """Returns a plan as the text of an HTML page without any script.
+
+    The layers stand in the order of the plan, each with its variables (the
+    split dim in colour, the bytes on one device, the reason) and the sums over
+    the devices that it causes.
+
+    Args:
+        plan: `ShardingPlan`.
+    """
+    mesh = plan.device_mesh
+    sizes = dict(zip(mesh.axis_names, mesh.shape))
+    total = sum(row.nbytes for row in plan.variables)
+    held = sum(plan.device_bytes(row) for row in plan.variables)
+    sums = {}
+    for row in plan.reductions:
+        sums.setdefault(row.path, []).append(row)
+    body = [
+        f"<h1>Sharding plan of {html.escape(plan.model_name)}</h1>",
+        f"<p>Mesh {html.escape(str(sizes))}: each device holds "
+        f"{format_bytes(held)} of {format_bytes(total)}; "
+        f"{plan.split_share:.1%} of the matrices are split; "
+        f"{len(plan.reductions)} sums over the devices in a training step.</p>",
+        _bar(plan, held, total),
+        "<p>Dims: <span class='dim split'>split</span> "
+        "<span class='dim blocks'>to be split in blocks, replicated</span> "
+        "<span class='dim whole'>whole</span></p>",
+    ]
+    for kind, path in plan.without_rule.items():
+        body.append(
+            f"<p>No rule for {html.escape(kind)} (first in "
+            f"{html.escape(path)}): what it meets is not split.</p>"
+        )
+    layers = itertools.groupby(
+        plan.variables, key=lambda row: row.path.rpartition("/")[0]
+    )
+    for layer, rows in layers:
+        body.append(f"<h2>{html.escape(layer or plan.model_name)}</h2><table>")
+        body += [_row(plan, row) for row in rows]
+        body.append("</table>")
+        body += [_sum(row) for row in sums.pop(layer, ())]
+    if sums:
+        body.append("<h2>Layers without variables</h2>")
+    for path, rows in sums.items():
+        body += [_sum(row, path) for row in rows]
+    return (
+        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width'>"
+        f"<title>{html.escape(plan.model_name)}</title>"
+        f"<style>{_STYLE}</style></head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
+
+
+def _bar(plan, held, total):
+    split = sum(plan.device_bytes(r) for r in plan.variables if r.is_split)
+    widths = [100 * part / max(total, 1) for part in (split, held - split)]
+    return (
+        "<p>Bytes on one device, of the whole model's:</p><div class='bar' "
+        "style='border: 1px solid #999'>"
+        f"<span class='split' style='width: {widths[0]:.2f}%'></span>"
+        f"<span class='whole' style='width: {widths[1]:.2f}%'></span></div>"
+    )
+
+
+def _row(plan, row):
+    dims = []
+    for size, axis in zip(row.shape, row.axes):
+        kind = "whole"
+        if axis is not None:
+            kind = "split" if row.blocks == 1 else "blocks"
+        text = f"{size}" if axis is None else f"{size} {axis}"
+        dims.append(f"<span class='dim {kind}'>{html.escape(text)}</span>")
+    cells = (
+        ("name", html.escape(row.path.rpartition("/")[2])),
+        ("shape", " ".join(dims) or "scalar"),
+        ("size", format_bytes(plan.device_bytes(row))),
+        ("why", html.escape(row.why)),
+    )
+    inside = "".join(f"<td class='{name}'>{text}</td>" for name, text in cells)
+    return f"<tr>{inside}</tr>"
+
+
+def _sum(row, path=""):
+    coefficient, batch, length = row.size
+    size = format_bytes(coefficient)
+    size += " x batch" if batch else ""
+    size += " x length" * length
+    what = "gradient of its input" if row.backward else "output"
+    where = f"{html.escape(path)}: " if path else ""
+    return (
+        f"<p class='sum'>{where}{html.escape(row.operation)}: its {what} is "
+        f"summed over the devices, {size}</p>"
+    )

@@ -1,0 +1,96 @@
+"""The rows of a plan: variables, and sums over the devices."""
+
+import collections
+import math
+
+from keras_tp.distribution.planning import cost
+
+
+class PlannedVariable(
+    collections.namedtuple(
+        "PlannedVariable",
+        [
+            "path",
+            "shape",
+            "dtype",
+            "trainable",
+            "axes",
+            "blocks",
+            "why",
+            "obstacles",
+        ],
+    )
+):
+    """One row of a `ShardingPlan`.
+
+    Args:
+        path: String.
+        shape: Tuple of ints.
+        dtype: String.
+        trainable: Boolean.
+        axes: Tuple with `None`, a mesh axis or a tuple of mesh axes for each
+            dim: the logical layout.
+        blocks: Int. If more than 1, the split dim consists of so many blocks
+            and each device is to have a part of each. A Keras layout cannot
+            say so: the variable is replicated.
+        why: String.
+        obstacles: Tuple with a string for each dim: why the planner would not
+            split it, or an empty one.
+    """
+
+    @property
+    def layout_axes(self):
+        """The axes of the layout that is really used."""
+        return self.axes if self.blocks == 1 else (None,) * len(self.shape)
+
+    @property
+    def nbytes(self):
+        """Size of the whole variable in bytes."""
+        return math.prod(self.shape) * cost.item_bytes(self.dtype)
+
+    @property
+    def is_split(self):
+        return any(self.layout_axes)
+
+
+class PlannedReduction(
+    collections.namedtuple(
+        "PlannedReduction", ["path", "operation", "backward", "terms", "size"]
+    )
+):
+    """A sum over the devices, once in every training step.
+
+    Args:
+        path: String, path of the layer that causes it.
+        operation: String, name of the operation.
+        backward: Boolean. Whether a gradient is summed; it is not in a forward
+            pass then.
+        terms: Int, how many gradients are added up before they are summed.
+            XLA's pipeline for CPUs sums each of them over the devices.
+        size: `Size` in bytes.
+    """
+
+
+def variable_from_json(row):
+    """Returns the `PlannedVariable` of a dict that was read from JSON."""
+    axes = (tuple(a) if isinstance(a, list) else a for a in row["axes"])
+    return PlannedVariable(
+        **{
+            **row,
+            "shape": tuple(row["shape"]),
+            "axes": tuple(axes),
+            "obstacles": tuple(row["obstacles"]),
+        }
+    )
+
+
+def reduction_from_json(row):
+    """Returns the `PlannedReduction` of a dict that was read from JSON."""
+    return PlannedReduction(**{**row, "size": cost.Size(*row["size"])})
+
+
+def layout_text(row):
+    """Returns the layout of a `PlannedVariable` as a table shows it."""
+    if row.blocks > 1:
+        return f"replicated ({row.axes} in {row.blocks} blocks)"
+    return str(row.axes) if any(row.axes) else "replicated"
