@@ -178,13 +178,13 @@ def test_prefix_lost_by_load_model_keeps_its_layouts(tmp_path):
 
 def test_the_full_path_comes_first():
     patterns = {
-        "other/up/kernel": (None, "model"),
-        "net/up/kernel": ("model", None),
-        ".*down/kernel": ("model", None),
+        "other/down/kernel": (None, "model"),
+        "net/down/kernel": ("model", None),
+        ".*up/kernel": (None, "model"),
     }
     with model_parallel(patterns).scope():
         model = mlp()
-    assert dist.describe(model)["net/up/kernel"].axes == ("model", None)
+    assert dist.describe(model)["net/down/kernel"].axes == ("model", None)
 
 
 def test_a_layer_of_another_name_is_not_taken_for_a_renamed_model():

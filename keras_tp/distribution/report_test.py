@@ -80,7 +80,7 @@ def test_why_a_variable_is_replicated():
     assert roles["metric"] == "metrics are replicated"
     assert roles["seed"] == "random state is replicated"
     assert "its variable is replicated" in roles["slot"]
-    with dist.DataParallel(devices=dist.list_devices()[:2]).scope():
+    with dist.DataParallel().scope():
         row = dist.describe(mlp())["net/up/kernel"]
     assert row.why == "data parallelism replicates variables"
 

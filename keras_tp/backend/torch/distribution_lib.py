@@ -93,7 +93,9 @@ def distribute_tensor(tensor, layout):
         return tensor
     if placed.mesh is None:
         return placement.to_full(tensor)
-    if not isinstance(tensor, placement.DTensor):
+    if getattr(tensor, "device_mesh", None) != placed.mesh:
+        # A plain tensor, or one of another mesh.
+        tensor = placement.to_full(tensor)
         tensor = placement.replicate(tensor, placed.mesh)
     if tensor.placements == placed.placements:
         return tensor

@@ -19,10 +19,12 @@ def lay_out(variable, value):
     placed = placement.as_placement(variable._layout)
     if stays_plain(variable, placed):
         value = placement.to_full(value.detach())
-    elif isinstance(value, DTensor):
+    elif isinstance(value, DTensor) and value.device_mesh == placed.mesh:
         value = value.detach().redistribute(placed.mesh, placed.placements)
     else:
-        value = placement.from_full(value.detach(), placed)
+        # DTensor does not move from one mesh to another.
+        value = placement.to_full(value.detach())
+        value = placement.from_full(value, placed)
     set_value(variable, value)
 
 
