@@ -20,7 +20,11 @@ torch)
     ;;
 tensorflow)
     make_environment .venv-test jax,hub,test
-    tests=(keras_tp/backend integration_tests/parity_test.py)
+    tests=(keras_tp)
+    for name in bad_input collectives contamination parity public_api \
+        residence saving train_lm training; do
+        tests+=("integration_tests/${name}_test.py")
+    done
     ;;
 *)
     make_environment .venv-test jax,hub,test
