@@ -33,6 +33,9 @@ for backend in ${KERAS_BACKEND:-jax tensorflow torch}; do
     # launches: KERAS_TP_TORCH_DEVICES of them, 2 by default.
     [ "$backend" != torch ] || tests=(
         keras_tp/backend keras_tp/launch_test.py
+        integration_tests/benchmark_test.py
+        integration_tests/planning_test.py
+        integration_tests/torch_launch_test.py
         integration_tests/torch_processes_test.py
         integration_tests/train_lm_test.py
     )
