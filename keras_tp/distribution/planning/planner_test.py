@@ -418,3 +418,22 @@ def test_inputs_that_are_not_known():
         plan_of(Subclassed)
     plan = plan_of(Subclassed, input_spec=(None, 12))
     assert sorted(split(plan).values()) == [0, 0, 1]
+
+
+def test_lora_follows_its_kernel():
+    model = mlp()
+    for name in ("up", "down"):
+        model.get_layer(name).enable_lora(4)
+    assert split(plan_of(model)) == {
+        **PAIR,
+        "up/lora_kernel_b": 1,
+        "down/lora_kernel_a": 0,
+    }
+
+
+def test_int8_is_split_as_floats_are():
+    model = mlp()
+    model.quantize("int8")
+    plan = plan_of(model)
+    assert split(plan) == PAIR
+    assert "not in the forward pass" in plan["up/kernel_scale"].why

@@ -163,8 +163,12 @@ class Dims:
         self._step = None
         for step in graph.steps:
             self._apply(step)
-        for value in graph.inputs:
-            self.keep_whole([value], "data")
+        self.keep_whole(graph.inputs, "data")
+        used = {id(v) for s in graph.steps for v in s.inputs + s.variables}
+        self.keep_whole(
+            [value for value in graph.variables if id(value) not in used],
+            "not in the forward pass that was traced",
+        )
 
     def same(self, a, i, b, j):
         """Dim `i` of `a` and dim `j` of `b` are split together."""

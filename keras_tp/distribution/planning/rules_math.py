@@ -20,14 +20,15 @@ def axes_of(axis, ndim):
 
 
 @rule(
-    *"""Abs Absolute Add Arctan Arctan2 BitwiseAnd BitwiseOr BroadcastTo Cast
-    Ceil Celu Clip ConvertToTensor Copy Cos Divide DivideNoNan Elu Equal Erf
-    Exp Expm1 Floor FloorDivide Gelu Glu Greater GreaterEqual HardSigmoid
-    HardSilu HardTanh Identity Isfinite Isnan LeakyRelu Less LessEqual Log Log1p
-    LogSigmoid LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Multiply
-    NanToNum Negative NotEqual OnesLike Power Reciprocal Relu ReLU Relu6 Round
-    Rsqrt Selu Sigmoid Sign Silu Sin Softplus Softsign Sqrt Square StopGradient
-    Subtract Tanh TrueDivide Where ZerosLike""".split()
+    *"""Abs Absolute Add Arctan Arctan2 BitwiseAnd BitwiseOr BitwiseXor
+    BroadcastTo Cast Ceil Celu Clip ConvertToTensor Copy Cos Divide
+    DivideNoNan Elu Equal Erf Exp Expm1 Floor FloorDivide Gelu Glu
+    Greater GreaterEqual HardSigmoid HardSilu HardTanh Identity Isfinite
+    Isnan LeakyRelu LeftShift Less LessEqual Log Log1p LogSigmoid
+    LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Multiply
+    NanToNum Negative NotEqual OnesLike Power ReLU Reciprocal Relu Relu6
+    RightShift Round Rsqrt Selu Sigmoid Sign Silu Sin Softplus Softsign
+    Sqrt Square StopGradient Subtract Tanh TrueDivide Where ZerosLike""".split()
 )
 @leaf_rule("Activation", "Dropout")
 def elementwise(dims, step):
@@ -58,8 +59,11 @@ def contraction(dims, step, terms, out):
     if len(activations) == 2 and len(terms) == 2:
         _attention(dims, activations, out, where)
     for letter, nodes in where.items():
-        if letter not in out:
+        if letter not in out and activations:
             dims.partial(*nodes[0], output)
+        elif letter not in out:
+            # The rank of LoRA: the sum would be as large as the kernel.
+            dims.keep(*nodes[0], "summed over in a product of weights")
     if len(activations) == 1 and len(weights) == 1:
         # Split over its own outputs, each device has a part of the gradient
         # of the input.
