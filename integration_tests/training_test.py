@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import keras
 import numpy as np
@@ -691,6 +692,7 @@ def test_verbose_output_and_history_are_as_usual(capsys):
         return model, history.history
 
     compare(work)
-    # Twice two epochs.
+    # Both runs' epochs; of several processes the first prints for a split one.
+    times = 2 if os.environ.get("RANK", "0") == "0" else 1
     printed = capsys.readouterr().out
-    assert printed.count("Epoch 1/2") == printed.count("Epoch 2/2") == 2
+    assert printed.count("Epoch 1/2") == printed.count("Epoch 2/2") == times
