@@ -1,4 +1,4 @@
-"""Runs of several processes: their data, files, memory and limits."""
+"""Runs of several processes: their files, memory and limits."""
 
 import os
 import re
@@ -9,7 +9,6 @@ import time
 import keras
 import pytest
 
-from integration_tests.torch_processes_test import RANKS
 from integration_tests.torch_processes_test import ROOT
 from integration_tests.torch_processes_test import launch
 
@@ -17,26 +16,6 @@ pytestmark = pytest.mark.skipif(
     keras.config.backend() != "torch" or "RANK" in os.environ,
     reason="launches processes of torch",
 )
-
-
-# Meshes of 2x1 and 2x2.
-@pytest.mark.parametrize("devices", [2, 4])
-def test_parts_of_the_data(devices, tmp_path):
-    result = launch(
-        RANKS,
-        "integration_tests/torch_data_test.py",
-        *("-x", "--tb=short"),
-        devices=devices,
-        timeout=1200,
-        KERAS_TP_RANK_FOLDER=str(tmp_path),
-    )
-    others = "".join(
-        path.read_text()[-3000:] for path in tmp_path.glob("rank_*.txt")
-    )
-    assert result.returncode == 0, (
-        result.stdout[-4000:] + result.stderr[-2000:] + others
-    )
-    assert "passed" in result.stdout, result.stdout[-2000:]
 
 
 # Twelve kernels of 8 MiB each, split over the processes.

@@ -33,6 +33,7 @@ SHARED = [
             "public_api",
             "residence",
             "saving",
+            "torch_data",
             "torch_models",
             "torch_ops",
             "torch_shards",
