@@ -67,6 +67,20 @@ def process_id():
     return processes.index()
 
 
+def collective_library(device_type):
+    """Returns what moves tensors between devices of a type.
+
+    Joins the other processes, if that was not done.
+
+    Args:
+        device_type: String, `"cpu"` or `"gpu"`.
+
+    Returns:
+        String, such as `"gloo"` or `"nccl"`, as torch's process group has it.
+    """
+    return processes.collective_library(device_type)
+
+
 def activate():
     """Joins the other processes and agrees with them on one seed.
 
