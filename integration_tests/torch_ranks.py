@@ -33,6 +33,7 @@ SHARED = [
             "parity",
             "public_api",
             "residence",
+            "rows_a",
             "saving",
             "torch_data",
             "torch_models",

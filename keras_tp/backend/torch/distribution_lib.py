@@ -156,7 +156,9 @@ def relayout_variable(variable, layout):
         variable._layout = before
         raise
     # A layer of torch may hold the old parameter until it looks again: what
-    # it held is freed now, or moving a model would double its memory.
+    # it held is freed now, its gradient too, or moving a model would double its
+    # memory.
+    old.grad = None
     if isinstance(old, placement.DTensor):
         old._local_tensor = old._local_tensor.new_empty(0)
     else:
