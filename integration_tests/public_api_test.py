@@ -56,7 +56,11 @@ def test_the_names_are_keras_and_those_added():
     assert public(keras.distribution) == set(KERAS_NAMES)
     # A submodule of the same name must not hide a function.
     assert public(dist) == set(KERAS_NAMES) | set(ADDED)
-    assert public(keras_tp) == {"install", "uninstall"}
+    assert public(keras_tp) == {
+        "TensorParallelKeras",
+        "install",
+        "uninstall",
+    }
     assert keras_tp.__version__
 
 
@@ -83,6 +87,12 @@ def test_added_signatures(name):
 @pytest.mark.parametrize("name", ["install", "uninstall"])
 def test_install_takes_nothing(name):
     assert str(inspect.signature(getattr(keras_tp, name))) == "()"
+
+
+def test_the_wrapper_s_signature():
+    assert str(inspect.signature(keras_tp.TensorParallelKeras)) == (
+        "(model, world_size=None, device_ids=None, distributed_backend='auto')"
+    )
 
 
 @pytest.mark.parametrize("name", sorted([*KERAS_NAMES, *ADDED]))

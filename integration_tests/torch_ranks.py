@@ -23,6 +23,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # torch's own. The others are about one process, or launch their own.
 SHARED = [
     "keras_tp/distribution",
+    "keras_tp/tensor_parallel_keras_test.py",
     *(
         f"integration_tests/{name}_test.py"
         for name in (
@@ -32,6 +33,7 @@ SHARED = [
             "parity",
             "public_api",
             "residence",
+            "rows_a",
             "saving",
             "torch_data",
             "torch_models",

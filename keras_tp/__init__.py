@@ -3,4 +3,5 @@
 from keras_tp import distribution
 from keras_tp.distribution.distribution_lib import install
 from keras_tp.distribution.distribution_lib import uninstall
+from keras_tp.tensor_parallel_keras import TensorParallelKeras
 from keras_tp.version import __version__

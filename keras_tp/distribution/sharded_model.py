@@ -57,7 +57,13 @@ def distribute_model(model, distribution=None):
     _move(planned_layouts(model, distribution))
     for layer in model._flatten_layers():
         # Compiled for the old layouts.
-        for name in ("train_function", "test_function", "predict_function"):
+        for name in (
+            "train_function",
+            "test_function",
+            "predict_function",
+            # KerasHub's.
+            "generate_function",
+        ):
             if hasattr(layer, name):
                 setattr(layer, name, None)
     if isinstance(model, model_hooks.Model):

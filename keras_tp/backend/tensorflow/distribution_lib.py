@@ -81,6 +81,14 @@ def process_id():
     return dtensor.client_id()
 
 
+def collective_library(device_type):
+    """Returns what moves tensors between devices of a type: `"tensorflow"`.
+
+    Which library it uses inside is not for a user to choose.
+    """
+    return "tensorflow"
+
+
 def activate():
     """Refuses to distribute where TensorFlow would train wrongly.
 

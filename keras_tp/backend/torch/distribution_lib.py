@@ -67,6 +67,20 @@ def process_id():
     return processes.index()
 
 
+def collective_library(device_type):
+    """Returns what moves tensors between devices of a type.
+
+    Joins the other processes, if that was not done.
+
+    Args:
+        device_type: String, `"cpu"` or `"gpu"`.
+
+    Returns:
+        String, such as `"gloo"` or `"nccl"`, as torch's process group has it.
+    """
+    return processes.collective_library(device_type)
+
+
 def activate():
     """Joins the other processes and agrees with them on one seed.
 
@@ -142,7 +156,9 @@ def relayout_variable(variable, layout):
         variable._layout = before
         raise
     # A layer of torch may hold the old parameter until it looks again: what
-    # it held is freed now, or moving a model would double its memory.
+    # it held is freed now, its gradient too, or moving a model would double its
+    # memory.
+    old.grad = None
     if isinstance(old, placement.DTensor):
         old._local_tensor = old._local_tensor.new_empty(0)
     else:

@@ -105,6 +105,15 @@ def start(init_method=None, num_processes=None, process_id=None):
         _control = (dist.group.WORLD, group)
 
 
+def collective_library(device_type):
+    """Returns the name of the process group's library for a type of device."""
+    start()
+    kind = "cuda" if device_type == "gpu" else device_type
+    # Such as "cpu:gloo,cuda:nccl".
+    libraries = dist.get_backend_config().split(",")
+    return dict(entry.split(":") for entry in libraries)[kind]
+
+
 def meet(what):
     """Waits until every process is here.
 
