@@ -30,6 +30,7 @@ SHARED = [
             "collectives",
             "contamination",
             "parity",
+            "planned_models",
             "public_api",
             "residence",
             "saving",
