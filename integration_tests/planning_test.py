@@ -126,6 +126,49 @@ def test_the_plan_is_the_map_that_is_written_by_hand(name):
                 assert axes[dim] == "model", path
 
 
+DIM_OF_THE_STREAM = "dim 0 is split, which communicates: normalized over"
+QUERY_KEY_VALUE = {
+    f"transformer_layer_{k}/self_attention/{name}/kernel": DIM_OF_THE_STREAM
+    for k in range(hub_models.LAYERS)
+    for name in ("query", "key", "value")
+}
+NOT_DIVISIBLE = {
+    f"decoder_block_{k}/attention/{name}/kernel": "does not divide by 4"
+    for k in range(hub_models.LAYERS)
+    for name in ("key", "value")
+}
+HEAD = {"token_embedding/reverse_embeddings": "would save 18.00 KiB"}
+
+
+@pytest.mark.parametrize(
+    ("name", "backbone", "defects"),
+    [
+        ("llama", "LlamaBackbone", {**QUERY_KEY_VALUE, **HEAD}),
+        ("llama3", "Llama3Backbone", {**QUERY_KEY_VALUE, **HEAD}),
+        (
+            "qwen",
+            "QwenBackbone",
+            {
+                **QUERY_KEY_VALUE,
+                "transformer_layer_0/self_attention/query/bias": "replicated",
+                "transformer_layer_1/self_attention/query/bias": "replicated",
+            },
+        ),
+        ("gemma", "GemmaBackbone", NOT_DIVISIBLE),
+    ],
+)
+def test_defects_of_the_maps_of_keras_hub(name, backbone, defects):
+    """Llama's and Qwen's split the hidden dim where the heads were meant."""
+    plan = plan_of(hub_models.MODELS[name])
+    layout_map = getattr(hub_models.models(), backbone).get_layout_map(
+        plan.device_mesh
+    )
+    found = dict(plan.compare(layout_map))
+    assert found.keys() == defects.keys()
+    for path, message in defects.items():
+        assert message in found[path], path
+
+
 def test_names_that_say_nothing():
     plan = plan_of(small_models.Nameless, input_spec=(None, 6, 32))
     dims = [row.axes for row in plan.variables if len(row.shape) == 2]
