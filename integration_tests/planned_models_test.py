@@ -89,7 +89,7 @@ def assert_trains_alike(build, x, y, make):
     assert split
     assert len(found) == len(expected)
     losses = expected[0].reshape(len(expected[0]), -1)[:, 0]
-    assert abs(losses[-1] / losses[0] - 1) > 100 * TOLERANCE
+    assert abs(losses[-1] / losses[0] - 1) > 10 * TOLERANCE
     for value, other in zip(found, expected):
         assert harness.difference(value, other) <= TOLERANCE
     return model
