@@ -166,8 +166,15 @@ def test_what_is_predicted_is_counted(build, count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(hub_models.MODELS))
-def test_keras_hub(name):
-    """All the models whose plans are kept, trained for a step."""
+def test_keras_hub(name, request):
+    """All the models whose plans are kept, trained for some steps."""
+    if (keras.config.backend(), name) == ("tensorflow", "clip"):
+        mark = pytest.mark.xfail(
+            raises=NotImplementedError,
+            strict=True,
+            reason="DTensor cannot transpose samples by samples",
+        )
+        request.applymarker(mark)
 
     def build():
         # In a model of its own: a task of KerasHub has metrics for labels.
