@@ -1,4 +1,7 @@
-"""The benchmark, in its smallest size: it runs, and its sides agree."""
+"""The benchmark, in its smallest size: it runs, and its sides agree.
+
+The survey of plans is not smaller here; it is what its file says.
+"""
 
 import json
 import os
@@ -53,3 +56,17 @@ def test_step_time(tmp_path):
         assert low <= found["ratio"] <= high
         # Process 0 alone prints.
         assert result.stdout.count(f"{name}: ratio of medians") == 1
+
+
+@pytest.mark.slow
+def test_plan_survey():
+    result = subprocess.run(
+        [sys.executable, "benchmarks/plan_survey.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout == (ROOT / "benchmarks/plans.md").read_text()

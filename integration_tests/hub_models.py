@@ -7,6 +7,7 @@ models that have fewer of them than of queries.
 import functools
 
 import keras
+import numpy as np
 
 VOCABULARY = 96
 LAYERS = 2
@@ -186,3 +187,25 @@ def build(name):
     """Builds one of the models, from a fixed seed."""
     keras.utils.set_random_seed(1)
     return MODELS[name]()
+
+
+def data(model, batch=2):
+    """Returns inputs and targets for a model: any that are possible."""
+    rng = np.random.default_rng(5)
+
+    def values(tensor):
+        shape = (batch, *(size or LENGTH for size in tensor.shape[1:]))
+        if "mask" in tensor.name:
+            return np.ones(shape, "int32")
+        if "int" in tensor.dtype:
+            # Token 0 may be padding.
+            ends = (0, 2) if "segment" in tensor.name else (1, VOCABULARY)
+            return rng.integers(*ends, shape).astype("int32")
+        return rng.standard_normal(shape, "float32")
+
+    x = keras.tree.map_structure(values, model.input)
+    outputs = keras.tree.map_structure(np.asarray, model.predict_on_batch(x))
+    y = keras.tree.map_structure(
+        lambda a: rng.standard_normal(a.shape, "float32"), outputs
+    )
+    return x, y

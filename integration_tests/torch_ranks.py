@@ -31,6 +31,7 @@ SHARED = [
             "collectives",
             "contamination",
             "parity",
+            "planned_models",
             "public_api",
             "residence",
             "rows_a",

@@ -327,6 +327,10 @@ def stateless_dropout(
     """Masks of `stateless_uniform`, applied as TensorFlow does."""
     x = tf.convert_to_tensor(x)
     shape = tf.shape(x) if noise_shape is None else noise_shape
+    if isinstance(shape, (list, tuple)):
+        # Keras's `None` is a tensor by now, the size of that dim of `x`.
+        static = [tf.get_static_value(size) for size in shape]
+        shape = [s if s is not None else d for s, d in zip(static, x.shape)]
     numbers = stateless_uniform(
         None, _static(shape, "dropout"), seed, dtype=x.dtype
     )

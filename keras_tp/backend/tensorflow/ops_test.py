@@ -78,6 +78,10 @@ LAYERS = {
     "softmax": (SEQUENCE, lambda: layers.Softmax()),
     "prelu": (SEQUENCE, lambda: layers.PReLU()),
     "dropout": (SEQUENCE, lambda: layers.Dropout(0.4)),
+    "dropout_of_rows": (
+        SEQUENCE,
+        lambda: layers.Dropout(0.4, noise_shape=(None, None, 1)),
+    ),
     "spatial_dropout": (SEQUENCE, lambda: layers.SpatialDropout1D(0.4)),
     "alpha_dropout": (SEQUENCE, lambda: layers.AlphaDropout(0.4)),
     "gaussian_dropout": (SEQUENCE, lambda: layers.GaussianDropout(0.4)),

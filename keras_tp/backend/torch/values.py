@@ -21,11 +21,25 @@ def lay_out(variable, value):
         value = placement.to_full(value.detach())
     elif isinstance(value, DTensor) and value.device_mesh == placed.mesh:
         value = value.detach().redistribute(placed.mesh, placed.placements)
+        _keep_own_part(value)
     else:
         # DTensor does not move from one mesh to another.
         value = placement.to_full(value.detach())
         value = placement.from_full(value, placed)
     set_value(variable, value)
+
+
+def _keep_own_part(tensor):
+    """Frees what is around the local part of a redistributed DTensor.
+
+    Moved from one dim to another where nothing exchanges parts, it is a view
+    of the whole tensor, which would stay in memory.
+    """
+    local = tensor._local_tensor
+    if local.untyped_storage().nbytes() > local.nbytes:
+        tensor._local_tensor = local.clone(
+            memory_format=torch.contiguous_format
+        )
 
 
 def set_value(variable, value):

@@ -1,0 +1,186 @@
+"""Models that are split as a plan says: their numbers, and what they send."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_tp
+from integration_tests import harness
+from integration_tests import hub_models
+from integration_tests import small_models
+from integration_tests import zoo
+from keras_tp import distribution
+
+TOLERANCE = 1e-5
+# OPT's biases and learned positions, Llama's gates.
+NAMES = ["mlp", "multi_head_attention", "opt", "llama"]
+
+
+def planned(build, shape, **kwargs):
+    """Returns the distribution of a plan that was made first."""
+    plan = distribution.plan_sharding(build, harness.mesh(shape), **kwargs)
+    return plan.distribution()
+
+
+def provisional(build, shape):
+    """Returns a distribution that plans the model when it is first used."""
+    return distribution.TensorParallel(harness.mesh(shape))
+
+
+def planned_split(parallel):
+    return {row.path for row in parallel.plan.variables if row.is_split}
+
+
+@pytest.mark.parametrize("how", [planned, provisional])
+@pytest.mark.parametrize("name", NAMES)
+@harness.shapes((1, 4), (2, 2), slow=[(1, 2)])
+def test_training(name, how, shape):
+    case = zoo.CASES[name]
+    expected = harness.reference(name, "sgd")
+    parallel = how(case.build, shape)
+    with parallel.scope():
+        model = harness.build(case)
+    born = harness.split_paths(model)
+    run = harness.train(case, model, "sgd")
+    # What follows the model's last pair is next to nothing.
+    assert planned_split(parallel) ^ case.split <= {"head/kernel", "head/bias"}
+    assert harness.split_paths(model) == planned_split(parallel)
+    if how is planned:
+        assert born == planned_split(parallel)
+    else:
+        # Never whole on one device: even what will be replicated is split.
+        assert born > {p for p in case.split if p.endswith("kernel")}
+
+    assert run.initial.keys() == expected.initial.keys()
+    for path, value in run.initial.items():
+        np.testing.assert_array_equal(value, expected.initial[path], path)
+    found = harness.differences(run, expected)
+    worst = max(found, key=found.get)
+    assert harness.loss_difference(run, expected) <= TOLERANCE
+    # Not one bit of difference: it was not sharded.
+    assert 0 < found[worst] <= TOLERANCE, worst
+    for path in case.split - case.zero_gradient:
+        moved = harness.difference(run.weights[path], run.initial[path])
+        assert moved >= 100 * TOLERANCE, path
+
+
+def trained(build, x, y, steps=3):
+    """Returns a model, and what it gave: losses, outputs and weights."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    model = build()
+    model.compile(keras.optimizers.SGD(0.002), "mse")
+    losses = [model.train_on_batch(x, y) for _ in range(steps)]
+    outputs = keras.tree.flatten(model.predict_on_batch(x))
+    # Not `weights_of`: a layer that is shared without a name has no path that
+    # could be relied on.
+    return model, [np.asarray(losses), *outputs, *model.get_weights()]
+
+
+def assert_trains_alike(build, x, y, make):
+    """A model under the distribution that `make` returns, and without."""
+    keras_tp.uninstall()
+    harness.assert_plain()
+    _, expected = trained(build, x, y)
+    keras.utils.clear_session()
+    with make().scope():
+        model, found = trained(build, x, y)
+        split = harness.split_paths(model)
+    assert split
+    assert len(found) == len(expected)
+    losses = expected[0].reshape(len(expected[0]), -1)[:, 0]
+    assert abs(losses[-1] / losses[0] - 1) > 10 * TOLERANCE
+    for value, other in zip(found, expected):
+        assert harness.difference(value, other) <= TOLERANCE
+    return model
+
+
+def floats(*shape):
+    return np.random.default_rng(3).standard_normal(shape, "float32")
+
+
+SMALL = {
+    "shared": (small_models.shared, floats(4, 16), floats(4, 16)),
+    "nested": (small_models.nested, floats(4, 16), floats(4, 16)),
+    "several": (
+        small_models.several,
+        {"a": floats(4, 16), "b": floats(4, 12)},
+        {"x": floats(4, 16), "y": floats(4, 8)},
+    ),
+    "with_lambda": (small_models.with_lambda, floats(4, 16), floats(4, 12)),
+    "nameless": (small_models.nameless, floats(4, 6, 32), floats(4, 6, 32)),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_shapes_of_models(name):
+    build, x, y = SMALL[name]
+    shape = harness.fitted((1, 4))
+    assert_trains_alike(build, x, y, lambda: provisional(build, shape))
+
+
+def test_names_that_say_nothing():
+    """A subclassed model, planned before it has any weight."""
+    x = floats(4, 6, 32)
+    build = small_models.Nameless
+    model = assert_trains_alike(
+        build,
+        x,
+        x,
+        lambda: planned(
+            build, harness.fitted((1, 4)), input_spec=(None, 6, 32)
+        ),
+    )
+    assert len(harness.split_paths(model)) >= 6
+
+
+@pytest.mark.parametrize(
+    ("build", "count"),
+    [
+        (small_models.blocks(small_models.attention), 8),
+        (small_models.blocks(small_models.gated), 8),
+    ],
+)
+def test_what_is_predicted_is_counted(build, count):
+    parallel = planned(build, harness.fitted((1, 4)))
+    plan = parallel.plan
+    with parallel.scope():
+        model = build()
+        model.compile("sgd", "mse")
+    x = np.ones((4, 6, 12), "float32")
+    counted = distribution.count_collectives(
+        model, x, np.ones((4, 6, 32), "float32")
+    )
+    predicted, size = plan.collectives(4)["all_reduce"]
+    assert predicted == count
+    terms = sum(row.terms - 1 for row in plan.reductions)
+    if keras.config.backend() == "jax":
+        # XLA for CPUs sums the gradients of an input one by one.
+        predicted += terms
+        size += sum(
+            (row.terms - 1) * row.size.at(4, 1) for row in plan.reductions
+        )
+    assert counted["all_reduce"] == (predicted, size)
+    assert not any(pair[0] for k, pair in counted.items() if k != "all_reduce")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(hub_models.MODELS))
+def test_keras_hub(name, request):
+    """All the models whose plans are kept, trained for some steps."""
+    if (keras.config.backend(), name) == ("tensorflow", "clip"):
+        mark = pytest.mark.xfail(
+            raises=NotImplementedError,
+            strict=True,
+            reason="DTensor cannot transpose samples by samples",
+        )
+        request.applymarker(mark)
+
+    def build():
+        # In a model of its own: a task of KerasHub has metrics for labels.
+        task = hub_models.build(name)
+        return keras.Model(task.input, task.output, name="whole")
+
+    x, y = hub_models.data(build())
+    shape = harness.fitted((1, 2))
+    assert_trains_alike(build, x, y, lambda: planned(build, shape))

@@ -1,0 +1,101 @@
+"""Small models whose structure, not their size, is what a plan meets."""
+
+import keras
+from keras import layers
+
+
+def blocks(mixer):
+    """Two blocks of a transformer between layers that are whole."""
+
+    def build():
+        inputs = keras.Input((6, 12))
+        x = layers.Dense(32, name="open")(inputs)
+        for k in range(2):
+            h = layers.LayerNormalization(name=f"norm_{k}_a")(x)
+            x = x + mixer(k, h)
+            h = layers.LayerNormalization(name=f"norm_{k}_b")(x)
+            h = layers.Dense(48, activation="gelu", name=f"up_{k}")(h)
+            x = x + layers.Dense(32, name=f"down_{k}")(h)
+        x = layers.LayerNormalization(name="norm")(x)
+        return keras.Model(inputs, x, name="blocks")
+
+    return build
+
+
+def attention(k, x):
+    return layers.MultiHeadAttention(4, 8, name=f"attention_{k}")(x, x)
+
+
+def gated(k, x):
+    gate = layers.Dense(24, activation="silu", name=f"gate_{k}")(x)
+    x = gate * layers.Dense(24, name=f"wide_{k}")(x)
+    return layers.Dense(32, name=f"narrow_{k}")(x)
+
+
+class Nameless(keras.Model):
+    """Attention and a pair whose names say nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.x1 = [layers.Dense(32) for _ in range(4)]
+        self.x2 = layers.LayerNormalization()
+        self.x3 = layers.Dense(48, activation="relu")
+        self.x4 = layers.Dense(32)
+
+    def call(self, x):
+        ops = keras.ops
+        x = self.x2(x)
+        q, k, v = (
+            ops.reshape(layer(x), (-1, 6, 4, 8)) for layer in self.x1[:3]
+        )
+        scores = ops.einsum("bthd,bshd->bhts", q, k)
+        mixed = ops.einsum("bhts,bshd->bthd", ops.softmax(scores), v)
+        x = x + self.x1[3](ops.reshape(mixed, (-1, 6, 32)))
+        return self.x4(self.x3(self.x2(x)))
+
+
+def shared():
+    inputs = keras.Input((16,))
+    norm = layers.LayerNormalization(name="norm")
+    up = layers.Dense(24, activation="relu", name="up")
+    down = layers.Dense(16, name="down")
+    x = inputs
+    for _ in range(2):
+        x = norm(x + down(up(x)))
+    return keras.Model(inputs, x)
+
+
+def nested():
+    inputs = keras.Input((16,))
+    inner = keras.Sequential(
+        [layers.Dense(24, activation="relu"), layers.Dense(16)], name="inner"
+    )
+    x = layers.LayerNormalization()(inner(inputs))
+    return keras.Model(inputs, inner(x))
+
+
+def several():
+    a, b = keras.Input((16,), name="a"), keras.Input((12,), name="b")
+    x = layers.Concatenate()(
+        [layers.Dense(24, name="up_a")(a), layers.Dense(24, name="up_b")(b)]
+    )
+    x = layers.Dense(16, name="down")(x)
+    x = layers.LayerNormalization(name="norm")(x)
+    y = layers.Dense(24, activation="relu", name="up")(x)
+    return keras.Model(
+        {"a": a, "b": b}, {"x": x, "y": layers.Dense(8, name="end")(y)}
+    )
+
+
+def with_lambda():
+    inputs = keras.Input((16,))
+    x = layers.Dense(24, name="up")(inputs)
+    x = layers.Lambda(lambda t: keras.ops.square(t) + 1.0)(x)
+    return keras.Model(inputs, layers.Dense(12, name="down")(x))
+
+
+def nameless():
+    """A subclassed model, built by its first call."""
+    model = Nameless()
+    model(keras.ops.zeros((1, 6, 32)))
+    return model
