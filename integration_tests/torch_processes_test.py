@@ -99,11 +99,13 @@ def test_memory_at_build(tmp_path):
 
 
 SCRIPT = """
-import os, sys, time
+import os, pathlib, sys, time
 import keras, numpy as np, torch
 from keras import layers
 from keras_tp import distribution as dist
 
+# The time that counts begins when everything is imported.
+pathlib.Path(__file__).with_suffix(".began").touch()
 what, rank = sys.argv[1], int(os.environ.get("RANK", 0))
 if what == "seed":
     keras.utils.set_random_seed(rank)
@@ -184,17 +186,17 @@ def ends(tmp_path_factory):
         folder = tmp_path_factory.mktemp(what)
         script = folder / "keras_tp_script_of_a_test.py"
         script.write_text(SCRIPT)
-        began = time.monotonic()
         result = launch(
             str(script),
             what,
             str(folder / "m.keras"),
             devices=2,
-            timeout=150,
+            timeout=300,
             # The others wait for as long as they do by default.
             **({"KERAS_TP_TIMEOUT": "20"} if what == "weights" else {}),
         )
-        return str(script), result, time.monotonic() - began
+        began = script.with_suffix(".began").stat().st_mtime
+        return str(script), result, time.time() - began
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         yield {what: pool.submit(end, what) for what in ENDS}
@@ -207,8 +209,8 @@ def test_an_error_ends_all_processes_in_time(what, ends):
     output = result.stdout + result.stderr
     for text in ENDS[what]:
         assert text in output, output[-4000:]
-    # A minute, and the start of the processes.
-    assert seconds < 90
+    # A minute, and a fit.
+    assert seconds < 75
     assert not running(script)
     if what == "raise":
         # Before what it does to the other process.
@@ -231,7 +233,6 @@ def test_without_a_launcher_the_command_is_in_the_error(script):
     )
     assert result.returncode != 0
     assert f"python -m keras_tp.launch --devices 2 {script}" in result.stderr
-    assert f"torchrun --nproc-per-node 2 {script}" in result.stderr
 
 
 def test_without_a_launcher_one_device_works(script):
