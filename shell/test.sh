@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs the linter and the tests of all three backends, one after the other, in
-# an environment of its own. KERAS_BACKEND picks one of them; arguments go to
-# pytest, in place of the tests that are run otherwise (on JAX by default):
+# Runs the linter and the tests of all three backends in an environment of its
+# own. KERAS_BACKEND picks one of them; arguments go to pytest, in place of the
+# tests that are run otherwise (on JAX by default):
 #
 #   bash shell/test.sh
 #   KERAS_BACKEND=torch bash shell/test.sh
@@ -11,37 +11,37 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 make_environment .venv-test jax,tensorflow,torch,hub,test
 export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-3}
-
-test_backend() {
-    echo "== $1"
-    local settings=(KERAS_BACKEND="$1")
+if [ "${KERAS_BACKEND:-}" = torch ]; then
     # One process per device: the threads of several would fight for the cores.
-    [ "$1" != torch ] || settings+=(OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}")
-    env "${settings[@]}" "$PYTHON" -m pytest "${@:2}"
-}
-
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+fi
 if [ $# -gt 0 ]; then
-    test_backend "${KERAS_BACKEND:-jax}" "$@"
-    exit
+    export KERAS_BACKEND=${KERAS_BACKEND:-jax}
+    exec "$PYTHON" -m pytest "$@"
 fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-failed=()
-for backend in ${KERAS_BACKEND:-jax tensorflow torch}; do
-    tests=(keras_tp integration_tests)
+case ${KERAS_BACKEND:-} in
+'')
+    # Two at a time, as tests keep little more than one core busy. What they
+    # print comes when they have ended.
+    logs=$(mktemp -d)
+    trap 'rm -rf "$logs"' EXIT
+    printf '%s\n' jax tensorflow torch | xargs -P 2 -I{} bash -c '
+        KERAS_BACKEND=$1 bash shell/test.sh >"$2/$1" 2>&1
+        code=$?
+        echo "== $1"
+        cat "$2/$1"
+        exit $code' _ {} "$logs"
+    ;;
+torch)
     # What needs several devices runs in the processes that one of these
     # launches: KERAS_TP_TORCH_DEVICES of them, 2 by default.
-    [ "$backend" != torch ] || tests=(
-        keras_tp/backend keras_tp/launch_test.py
-        integration_tests/benchmark_test.py
-        integration_tests/planning_test.py
-        integration_tests/torch_launch_test.py
-        integration_tests/torch_processes_test.py
-        integration_tests/train_lm_test.py
-    )
-    test_backend "$backend" "${tests[@]}" || failed+=("$backend")
-done
-if [ ${#failed[@]} -gt 0 ]; then
-    echo "Tests failed on: ${failed[*]}" >&2
-    exit 1
-fi
+    "$PYTHON" -m pytest keras_tp/backend keras_tp/launch_test.py \
+        integration_tests/{benchmark,planning,train_lm}_test.py \
+        integration_tests/torch_{launch,processes}_test.py
+    ;;
+*)
+    "$PYTHON" -m pytest keras_tp integration_tests
+    ;;
+esac
