@@ -209,8 +209,8 @@ def test_an_error_ends_all_processes_in_time(what, ends):
     output = result.stdout + result.stderr
     for text in ENDS[what]:
         assert text in output, output[-4000:]
-    # A minute, and a fit.
-    assert seconds < 75
+    # A minute, a fit, and the end of the processes on a busy machine.
+    assert seconds < 90
     assert not running(script)
     if what == "raise":
         # Before what it does to the other process.
