@@ -35,7 +35,7 @@ def _run(folder, *arguments):
         env={**env, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=200,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(log.read_text()), result.stdout

@@ -208,10 +208,10 @@ def _resolve_devices(world_size, device_ids):
     if device_ids is None:
         available = distribution_lib.list_devices()
         if world_size is not None and world_size > len(available):
-            way_out = distribution_lib.how_to_launch(world_size)
+            way_out = backend.distribution_lib.how_to_launch(world_size)
             raise ValueError(
                 f"Set `world_size` to {len(available)} or less: there are no "
-                f"more devices here. {way_out}Received: "
+                f"more devices here. {way_out} Received: "
                 f"world_size={world_size}; devices={available}"
             )
         return available[:world_size]

@@ -7,7 +7,6 @@ framework in use is the business of `keras_tp.backend`.
 import collections
 import math
 import os
-import sys
 import warnings
 
 import numpy as np
@@ -112,7 +111,7 @@ class DeviceMesh(keras_lib.DeviceMesh):
                 "Shape does not match the number of devices. A mesh of shape "
                 f"{tuple(shape)} has {count} devices, and {len(given)} are "
                 f"{'listed' if listed else 'available'}. "
-                f"{'' if listed else how_to_launch(count)}Received: "
+                f"{'' if listed else _way_out(count)}Received: "
                 f"shape={tuple(shape)}; devices={given}"
             )
         repeated = [d for d, k in collections.Counter(given).items() if k > 1]
@@ -432,17 +431,10 @@ def _check_devices_exist(devices):
             count = int(number) + 1 if number.isdigit() else len(devices)
             raise ValueError(
                 f"Unknown device '{device}'. Devices of its type here: "
-                f"{known[kind]}. {how_to_launch(count)}Received: "
+                f"{known[kind]}. {_way_out(count)}Received: "
                 f"devices={devices.tolist()}"
             )
 
 
-def how_to_launch(count):
-    """Returns the sentence, and a space, that says how to get devices.
-
-    Args:
-        count: Int, number of devices.
-    """
-    script = sys.argv[0] or "script.py"
-    command = f"python -m keras_tp.launch --devices {count} {script}"
-    return f"To run on {count} devices: `{command}`. "
+def _way_out(count):
+    return backend.distribution_lib.how_to_launch(count) + " "

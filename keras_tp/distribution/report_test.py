@@ -46,7 +46,6 @@ def test_rows_are_read_from_the_live_arrays():
     names = harness.mesh_devices(harness.fitted((1, 2)))
     assert row.device_bytes == dict.fromkeys(names, 288 // len(names))
     assert row.is_split and row.why == ""
-    # Not what was declared: what is there.
     moved = dist.DataParallel(devices=["cpu:1"])
     dist.distribute_model(model, moved)
     assert dist.describe(model)["net/up/kernel"].device_bytes == {"cpu:1": 288}

@@ -1,5 +1,7 @@
 """Moves a model that exists, trained or not, to a distribution."""
 
+import contextlib
+
 from keras.src.distribution.distribution_lib import distribution as current
 
 from keras_tp import backend
@@ -117,15 +119,15 @@ def _layout_as_new(variable, made, distribution):
 
 def _move(planned):
     lib = backend.distribution_lib
-    moved = []
-    try:
+
+    def put_back(variable, made, layout):
+        lib.relayout_variable(variable, layout)
+        variable._origin = made
+
+    with contextlib.ExitStack() as undo:
         for variable, made, layout in planned:
             before = origin.origin_of(variable), variable._layout
             lib.relayout_variable(variable, layout)
-            moved.append((variable, *before))
+            undo.callback(put_back, variable, *before)
             variable._origin = made
-    except BaseException:
-        for variable, made, layout in reversed(moved):
-            lib.relayout_variable(variable, layout)
-            variable._origin = made
-        raise
+        undo.pop_all()

@@ -3,16 +3,13 @@ import numpy as np
 import pytest
 from keras import layers
 
+from integration_tests import harness
 from keras_tp import distribution
 from keras_tp.distribution import TensorParallel
 
 
 def mesh(shape=(1, 2), names=("batch", "model")):
-    count = int(np.prod(shape))
-    devices = distribution.list_devices()
-    if len(devices) < count:
-        pytest.skip(f"a mesh of {shape} needs {count} devices")
-    return distribution.DeviceMesh(shape, list(names), devices[:count])
+    return harness.mesh(harness.fitted(shape), names)
 
 
 def build():
@@ -116,22 +113,38 @@ def test_the_first_use_moves(use, tmp_path):
 
 
 def test_a_model_around_it_plans_anew():
-    with TensorParallel(mesh()).scope():
-        inner = build()
-        inner.compile("sgd", "mse")
-        assert axes(inner)["down/kernel"] == ("model", None)
+    def build_inner():
+        keras.utils.set_random_seed(1)
+        bias = keras.initializers.RandomUniform(-0.5, 0.5)
+        dense = layers.Dense(12, name="down", bias_initializer=bias)
+        return keras.Sequential([keras.Input((16,)), dense], name="inner")
+
+    def build_around(inner):
         inputs = keras.Input((12,))
-        # Now the first layer's outputs are wide enough to be one of a pair.
-        x = layers.Dense(12, name="head")(inner(inputs))
-        outer = keras.Model(inputs, x, name="outer")
-        outer.compile("sgd", "mse")
-    found = axes(outer)
-    assert found["mlp/up/kernel" if "mlp/up/kernel" in found else "up/kernel"]
-    assert found["head/kernel"] == (None, "model")
+        x = layers.Dense(16, activation="relu", name="up")(inputs)
+        return keras.Model(inputs, inner(x), name="outer")
+
     x = data()[0]
-    np.testing.assert_allclose(
-        keras.ops.convert_to_numpy(outer(x)).shape, (4, 12)
-    )
+    expected = keras.ops.convert_to_numpy(build_around(build_inner())(x))
+    with TensorParallel(mesh()).scope():
+        inner = build_inner()
+        inner.compile("sgd", "mse")
+        alone = axes(inner)
+        outer = build_around(inner)
+        outer.compile("sgd", "mse")
+    assert alone == {
+        "inner/down/kernel": (None, "model"),
+        "inner/down/bias": ("model",),
+    }
+    # The second of a pair now.
+    assert axes(outer) == {
+        "up/kernel": (None, "model"),
+        "up/bias": ("model",),
+        "inner/down/kernel": ("model", None),
+        "inner/down/bias": (None,),
+    }
+    found = keras.ops.convert_to_numpy(outer(x))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_that_exists():

@@ -14,6 +14,7 @@ import numpy as np
 from keras.src.backend import config
 from keras.src.backend.jax import distribution_lib as keras_lib
 
+from keras_tp.backend import commands
 from keras_tp.backend.jax import collectives
 from keras_tp.backend.jax import hooks
 
@@ -217,6 +218,16 @@ def launch(device_count, argv):
     sys.argv = list(argv)
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
     runpy.run_path(argv[0], run_name="__main__")
+
+
+def how_to_launch(device_count):
+    """Returns the sentence that says how to run this script on devices.
+
+    Args:
+        device_count: Int, number of devices.
+    """
+    command = commands.launch(device_count)
+    return f"To run on {device_count} devices: `{command}`."
 
 
 def _xla_flags(flags, device_count):

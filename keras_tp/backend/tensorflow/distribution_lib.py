@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import distribution_lib as keras_lib
 from tensorflow.experimental import dtensor
 
+from keras_tp.backend import commands
 from keras_tp.backend.tensorflow import collectives
 from keras_tp.backend.tensorflow import devices
 from keras_tp.backend.tensorflow import hooks
@@ -225,6 +226,16 @@ def launch(device_count, argv):
     sys.argv = list(argv)
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
     runpy.run_path(argv[0], run_name="__main__")
+
+
+def how_to_launch(device_count):
+    """Returns the sentence that says how to run this script on devices.
+
+    Args:
+        device_count: Int, number of devices.
+    """
+    command = commands.launch(device_count)
+    return f"To run on {device_count} devices: `{command}`."
 
 
 def _to_backend_device(device_name):

@@ -5,6 +5,8 @@ given its part, and DTensor's dispatcher inserts the collectives. The functions
 are those that CONTRIBUTING.md lists for every backend.
 """
 
+import contextlib
+
 import torch
 from keras.src.distribution.distribution_lib import distribution
 
@@ -146,15 +148,14 @@ def relayout_variable(variable, layout):
         layout: `TensorLayout`, or `None` for a plain tensor in each process.
     """
     old = variable._value
-    before, variable._layout = variable._layout, layout
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(setattr, variable, "_layout", variable._layout)
+        variable._layout = layout
         if layout is None:
             values.set_value(variable, placement.to_full(old.detach()))
         else:
             values.lay_out(variable, old)
-    except BaseException:
-        variable._layout = before
-        raise
+        undo.pop_all()
     # A layer of torch may hold the old parameter until it looks again: what
     # it held is freed now, its gradient too, or moving a model would double its
     # memory.
@@ -236,6 +237,15 @@ def launch(device_count, argv):
     launcher.launch(device_count, argv)
 
 
+def how_to_launch(device_count):
+    """Returns the sentence that says how to run this script on devices.
+
+    Args:
+        device_count: Int, number of devices.
+    """
+    return launcher.how_to_launch(device_count)
+
+
 def _kind(tensor):
     return "gpu" if tensor.device.type == "cuda" else tensor.device.type
 
@@ -247,7 +257,7 @@ def _to_backend_device(device_name):
     if index >= world:
         raise ValueError(
             f"Device {device_name!r} belongs to process {index}, and this run "
-            f"has {world} process(es). {processes.how_to_launch(index + 1)} "
+            f"has {world} process(es). {launcher.how_to_launch(index + 1)} "
             f"Received: device_name={device_name!r}"
         )
     return torch.device("cuda" if kind in ("gpu", "cuda") else kind)

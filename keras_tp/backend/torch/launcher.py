@@ -2,6 +2,8 @@
 
 from torch.distributed import run
 
+from keras_tp.backend import commands
+
 
 def launch(device_count, argv):
     """Runs a script in one process per device, on this machine.
@@ -21,3 +23,16 @@ def launch(device_count, argv):
     # abbreviation of its own options.
     options.training_script_args = arguments
     run.run(options)
+
+
+def how_to_launch(device_count):
+    """Returns the sentence that says how to run this script on devices.
+
+    Args:
+        device_count: Int, number of devices.
+    """
+    torchrun = f"torchrun --nproc-per-node {device_count} {commands.script()}"
+    return (
+        f"To run on {device_count} devices: "
+        f"`{commands.launch(device_count)}`, or `{torchrun}`."
+    )

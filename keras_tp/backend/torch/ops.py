@@ -101,7 +101,7 @@ class DTensorState:
 
     @property
     def __dict__(self):
-        found = {str(op): f for op, f in self._handlers().items()}
+        found = {_name(op): f for op, f in self._handlers().items()}
         found["implicit_replication"] = (
             DTensor._op_dispatcher._allow_implicit_replication
         )
@@ -133,6 +133,10 @@ def handler_table():
         for name in names:
             handlers[f"aten.{name}"] = parts.replicated
     return handlers
+
+
+# Of an operation; writing it takes long.
+_name = functools.cache(str)
 
 
 def _operation(name):

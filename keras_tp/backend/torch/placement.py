@@ -17,6 +17,7 @@ from torch.distributed.tensor._utils import (
     compute_local_shape_and_global_offset,
 )
 
+from keras_tp.backend.torch import launcher
 from keras_tp.backend.torch import processes
 
 # A `DeviceMesh` of torch makes process groups: one for each distinct mesh.
@@ -55,7 +56,7 @@ def to_torch_mesh(device_mesh):
         raise ValueError(
             f"The mesh has {len(devices)} devices and this run has {world} "
             "process(es); torch runs one process per device. "
-            f"{processes.how_to_launch(len(devices))} Received: "
+            f"{launcher.how_to_launch(len(devices))} Received: "
             f"device_mesh={device_mesh}"
         )
     if sorted(indices) != list(range(world)):
@@ -63,7 +64,7 @@ def to_torch_mesh(device_mesh):
             "torch runs one process per device, and every process takes part "
             f"in every step, so a mesh of several devices has to hold all "
             f"{world} of them (a mesh of one device keeps a copy in each "
-            f"process). {processes.how_to_launch(len(devices))} Received: "
+            f"process). {launcher.how_to_launch(len(devices))} Received: "
             f"devices={devices}"
         )
     processes.start()

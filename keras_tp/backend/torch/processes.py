@@ -15,7 +15,6 @@ import math
 import os
 import pickle
 import random
-import sys
 
 import numpy as np
 import torch
@@ -227,15 +226,6 @@ def set_rng_state(state):
     torch.set_rng_state(state["cpu"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def how_to_launch(count):
-    """Returns the sentence that says how to run this script on devices."""
-    script = sys.argv[0] or "script.py"
-    return (
-        f"To run on {count} devices: `python -m keras_tp.launch --devices "
-        f"{count} {script}`, or `torchrun --nproc-per-node {count} {script}`."
-    )
 
 
 def gather_numbers(numbers):
