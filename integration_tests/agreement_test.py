@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from integration_tests import agreement
+from integration_tests import harness
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -51,4 +52,6 @@ def losses(tmp_path_factory):
 def test_losses_are_those_of_jax(backend, name, losses):
     expected, actual = losses["jax"][name], losses[backend][name]
     assert abs(expected[-1] / expected[0] - 1) > 1e-3
+    part = np.max(np.abs(np.array(actual) / np.array(expected) - 1))
+    harness.log_measurement("agreement", name, backend, f"{part:.1e}")
     np.testing.assert_allclose(actual, expected, rtol=1e-5)

@@ -207,6 +207,23 @@ def test_a_file_is_that_of_plain_keras(tmp_path):
     )
 
 
+def test_a_file_of_the_old_format(tmp_path):
+    """Whole models in HDF5, which Keras still writes."""
+    with at((1, 4)):
+        model = network()
+        fit(model, epochs=1)
+    path = tmp_path / "model.h5"
+    model.save(path)
+    weights = [keras.ops.convert_to_numpy(v) for v in model.weights]
+    predicted = predict(model)
+    keras_tp.uninstall()
+    keras.utils.clear_session()
+    plain = keras.saving.load_model(path, compile=False)
+    harness.assert_plain()
+    assert_same([keras.ops.convert_to_numpy(v) for v in plain.weights], weights)
+    np.testing.assert_allclose(predict(plain), predicted, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "trip", [((1, 4), (2, 2)), (None, (1, 4))], ids=trip_name
 )

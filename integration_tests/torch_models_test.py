@@ -12,6 +12,7 @@ if keras.config.backend() != "torch":
     pytest.skip("models on torch", allow_module_level=True)
 
 import torch
+from keras.src.saving import saving_lib
 from torch.distributed.tensor import DTensor
 
 import keras_tp
@@ -147,6 +148,8 @@ def test_a_model_that_is_moved_there_and_back():
     # What torch still holds of the old parameters takes no memory.
     assert not any(tensor.numel() for tensor in old)
     assert distribution.describe(model)["up_0/kernel"].is_split
+    held = {id(parameter) for parameter in model.parameters()}
+    assert {id(variable.value) for variable in model.weights} <= held
     found += losses(model, 2)
     distribution.distribute_model(
         model, distribution.DataParallel(devices=["cpu:0"])
@@ -154,6 +157,28 @@ def test_a_model_that_is_moved_there_and_back():
     assert not any(isinstance(v.value, DTensor) for v in model.weights)
     found += losses(model, 2)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_values_as_arrays_and_in_plain_variables():
+    expected = residual().get_layer("up_0").kernel.numpy()
+    plain = keras.Variable(np.zeros((FEATURES, 16)))
+    with model_parallel().scope():
+        kernel = residual().get_layer("up_0").kernel
+        plain.assign(kernel)
+    value = kernel.value.detach()
+    assert value.placements[0].is_shard()
+    np.testing.assert_array_equal(value.numpy(), expected)
+    np.testing.assert_array_equal(np.asarray(value), expected)
+    assert not isinstance(plain.value, DTensor)
+    np.testing.assert_array_equal(plain.numpy(), expected)
+
+
+def test_a_split_model_is_not_read_into_memory_as_a_file():
+    plain = residual()
+    with model_parallel().scope():
+        split = residual()
+        assert saving_lib.is_memory_sufficient(plain)
+        assert not saving_lib.is_memory_sufficient(split)
 
 
 def test_gradients_are_split_as_their_variables():

@@ -166,7 +166,26 @@ def test_embedding(axes, mesh):
         lambda x: torch.empty_like(x).normal_() + 0 * x,
         lambda x: torch.empty_like(x).uniform_(1, 2) + 0 * x,
         lambda x: torch.bernoulli(torch.sigmoid(x)).to(x.dtype) + 0 * x,
+        lambda x: torch.bernoulli(x.detach(), 0.4),
+        lambda x: torch.empty_like(x).bernoulli_(x.detach().sigmoid()) + 0 * x,
+        lambda x: torch.empty_like(x).exponential_() + 0 * x,
+        lambda x: torch.empty_like(x).cauchy_() + 0 * x,
+        lambda x: torch.empty_like(x).geometric_(0.4) + 0 * x,
+        lambda x: torch.empty_like(x).log_normal_() + 0 * x,
+        lambda x: torch.empty_like(x).random_() + 0 * x,
+        lambda x: torch.empty_like(x).random_(9) + 0 * x,
+        lambda x: torch.empty_like(x).random_(3, 9) + 0 * x,
+        lambda x: torch.randint_like(x, 9) + 0 * x,
+        lambda x: torch.randint_like(x, 3, 9) + 0 * x,
+        lambda x: torch.native_dropout(x, 0.4, True)[0],
         lambda x: torch.multinomial(torch.softmax(x, -1), 2),
+        lambda x: torch.binomial(x.detach().exp().ceil(), x.detach().sigmoid()),
+        lambda x: torch.poisson(x.detach().exp()),
+        lambda x: torch.normal(x.detach(), 2.0),
+        lambda x: torch.normal(2.0, x.detach().exp()),
+        lambda x: torch.normal(x.detach(), x.detach().exp()),
+        lambda x: torch._standard_gamma(x.exp()),
+        lambda x: torch._sample_dirichlet(x.detach().exp()),
     ],
 )
 @pytest.mark.parametrize("axes", [(M, None), (None, M)])
@@ -180,6 +199,7 @@ LAST = {
     "cumprod": lambda x: x.cumprod(-1),
     "logcumsumexp": lambda x: x.logcumsumexp(-1),
     "cummax": lambda x: x.cummax(-1).values,
+    "cummin": lambda x: x.cummin(-1).values,
     "unbind": lambda x: x.unbind(1)[2],
     "nonzero": lambda x: torch.nonzero(x > 0),
     "masked_select": lambda x: x.masked_select(x > 0),
@@ -187,8 +207,14 @@ LAST = {
     "unique": lambda x: torch.unique(x.detach().round()),
     "bincount": lambda x: torch.bincount((x > 0).long().reshape(-1)),
     "searchsorted": lambda x: torch.searchsorted(x.detach().sort().values, x),
-    "any": lambda x: (x > 0).any(-1).int(),
+    "bucketize": lambda x: torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0])),
+    "any": lambda x: (x > 2).any().int(),
+    "any_dim": lambda x: (x > 0).any(-1).int(),
+    "any_dims": lambda x: (x > 0).any((0, 1)).int(),
     "all": lambda x: (x > -1).all().int(),
+    "all_dim": lambda x: (x > -1).all(-1).int(),
+    "all_dims": lambda x: (x > -1).all((0, 1)).int(),
+    "soft_margin_loss": lambda x: F.soft_margin_loss(x, torch.ones(4, 8)),
     "mse_loss": lambda x: F.mse_loss(x, torch.zeros(4, 8)),
     "huber_loss": lambda x: F.huber_loss(x, torch.zeros(4, 8)),
     "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, torch.zeros(4, 8)),
@@ -291,6 +317,14 @@ def test_a_target_that_is_no_class_is_an_error(mesh):
     [
         lambda x: F.max_pool2d(x, 2),
         lambda x: F.avg_pool2d(x, 2),
+        lambda x: F.max_pool3d(x[:, None], (1, 2, 2)),
+        lambda x: F.avg_pool3d(x[:, None], (1, 2, 2)),
+        lambda x: F.adaptive_avg_pool2d(x, 3),
+        lambda x: F.adaptive_max_pool2d(x, 3),
+        lambda x: F.pad(x[..., 0], (1, 2), "reflect"),
+        lambda x: F.pad(x, (1, 2, 2, 1), "reflect"),
+        lambda x: F.pad(x[..., 0], (1, 2), "replicate"),
+        lambda x: F.pad(x, (1, 2, 2, 1), "replicate"),
         lambda x: F.unfold(x, 3),
         lambda x: F.group_norm(x, 2),
         lambda x: F.interpolate(x, scale_factor=2),
@@ -315,6 +349,23 @@ def test_a_split_sum(function, mesh):
         [whole(2), (M, None), whole(1)],
         mesh,
     )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.tensordot(x, torch.ones(8, 3), 1),
+        keras.layers.Lambda(lambda x: keras.ops.sum(x, axis=-1)),
+        keras.layers.Lambda(lambda x: [x, keras.ops.sum(x, axis=-1)]),
+    ],
+)
+def test_a_sum_is_added_up_where_it_is_made(function, mesh):
+    """Or each of those that take it in would add it up anew."""
+    x = distribution.distribute_tensor(
+        randn(4, 8), distribution.TensorLayout((None, M), mesh)
+    )
+    for result in keras.tree.flatten(function(x)):
+        assert not any(p.is_partial() for p in result.placements)
 
 
 def test_numbers_that_depend_on_values_are_refused(mesh):

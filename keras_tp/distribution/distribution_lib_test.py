@@ -2,6 +2,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from keras.src.random import seed_generator
 
 import keras_tp
 from integration_tests import harness
@@ -133,7 +134,9 @@ def test_model_keeps_its_own_distribution_under_another():
     assert sorted(row.device_bytes) == list(mesh(1, 2).devices.flatten())
 
 
-def test_the_distribution_is_entered_by_every_use_of_the_model():
+def test_the_distribution_is_entered_by_every_use_of_the_model(
+    tmp_path, monkeypatch
+):
     own = model_parallel(1, 2)
     seen = []
 
@@ -141,6 +144,14 @@ def test_the_distribution_is_entered_by_every_use_of_the_model():
         def call(self, x):
             seen.append(dist.distribution())
             return x
+
+        def save_own_variables(self, store):
+            seen.append(dist.distribution())
+
+    monkeypatch.setattr(
+        "keras.src.export.export_saved_model",
+        lambda *args, **kwargs: seen.append(dist.distribution()),
+    )
 
     with own.scope():
         model = keras.Sequential(
@@ -156,6 +167,14 @@ def test_the_distribution_is_entered_by_every_use_of_the_model():
         lambda: model.train_on_batch(x, y),
         lambda: model.test_on_batch(x, y),
         lambda: model.predict_on_batch(x),
+        lambda: model.stateless_call(
+            [v.value for v in model.trainable_variables],
+            [v.value for v in model.non_trainable_variables],
+            x,
+        ),
+        lambda: model.save(tmp_path / "model.keras"),
+        lambda: model.save_weights(tmp_path / "model.weights.h5"),
+        lambda: model.export(tmp_path / "exported"),
     ]
     for use in uses:
         seen.clear()
@@ -212,6 +231,7 @@ def test_global_random_state_is_not_tied_to_a_mesh():
     with model_parallel(1, 2).scope():
         second = np.array(keras.random.normal((3,)))
     np.testing.assert_array_equal([first, second], want)
+    assert seed_generator.global_seed_generator().state._layout is None
 
 
 def test_plain_layers_and_models_are_left_alone():

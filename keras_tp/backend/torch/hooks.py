@@ -265,12 +265,6 @@ TABLE = [
         "plain keras.distribution has a backend (Keras has None on torch)",
     ),
     Hook(
-        "keras.src.backend",
-        "distribution_lib",
-        _distribution_lib,
-        "plain keras.distribution has a backend (Keras has None on torch)",
-    ),
-    Hook(
         _VARIABLE,
         "_initialize",
         _hook_initialize,

@@ -6,6 +6,7 @@ if keras.config.backend() != "torch":
 
 import torch
 from keras.src.backend.torch import random
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_tp import distribution
 from keras_tp.backend.torch import initial_values
@@ -28,3 +29,28 @@ def test_the_numbers_are_those_of_keras(name, shape, monkeypatch):
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     assert torch.equal(actual, expected)
     assert len(expected.unique()) > 1
+
+
+class LargeTensors(TorchDispatchMode):
+    """Keeps one tensor of each memory of some size that is made."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+        self.made = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in keras.tree.flatten(result):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() >= self.size:
+                self.made.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return result
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_only_the_result_is_as_large(name, monkeypatch):
+    monkeypatch.setattr(initial_values, "PART", 16)
+    with distribution.DataParallel(devices=["cpu:0"]).scope():
+        with LargeTensors(257) as large:
+            DRAWS[name]((257,))
+    assert len(large.made) == 1

@@ -28,8 +28,6 @@ REPLICATED = {
         "masked_select.default",
         "nonzero.default",
         "_unique2.default",
-        "unique_consecutive.default",
-        "unique_dim.default",
     ),
     "windows cross the borders of shards": (
         "col2im.default",
@@ -40,10 +38,6 @@ REPLICATED = {
     "DTensor has no strategy for it, or none for its gradient": (
         "_adaptive_avg_pool2d.default",
         "_adaptive_avg_pool2d_backward.default",
-        "_cdist_backward.default",
-        "_cdist_forward.default",
-        "_prelu_kernel.default",
-        "_prelu_kernel_backward.default",
         "adaptive_max_pool2d.default",
         "adaptive_max_pool2d_backward.default",
         "avg_pool2d.default",
@@ -59,7 +53,6 @@ REPLICATED = {
         "reflection_pad1d_backward.default",
         "reflection_pad2d.default",
         "reflection_pad2d_backward.default",
-        "renorm.default",
         "replication_pad1d.default",
         "replication_pad1d_backward.default",
         "replication_pad2d.default",
@@ -87,6 +80,7 @@ REPLICATED = {
         "poisson.default",
         "_sample_dirichlet.default",
         "_standard_gamma.default",
+        "_standard_gamma_grad.default",
     ),
 }
 
