@@ -60,9 +60,6 @@ TESTS = {
         "integration_tests/training_test.py",
     ),
 }
-# Of the tests that reach something: first those that reach the least else,
-# then some of all others.
-CANDIDATES = (8, 40)
 # Seconds that one process waits for the others at the end of a test.
 PATIENCE = 120
 
@@ -253,18 +250,17 @@ def agreed(folder, step, outcome):
 
 
 def candidates(reached):
-    """Returns a dict of what can be removed to the tests to try."""
+    """Returns a dict of what can be removed to the tests to try.
+
+    First those that reach the least else.
+    """
     breadth = collections.Counter(
         test for tests in reached.values() for test in tests
     )
-    first, more = CANDIDATES
-    found = {}
-    for name, tests in reached.items():
-        tests = sorted(set(tests), key=lambda t: (breadth[t], t))
-        others = tests[first:]
-        step = max(1, len(others) // more)
-        found[name] = tests[:first] + others[::step]
-    return found
+    return {
+        name: sorted(set(tests), key=lambda t: (breadth[t], t))
+        for name, tests in reached.items()
+    }
 
 
 def child(options):

@@ -374,6 +374,8 @@ def test_numbers_that_depend_on_values_are_refused(mesh):
     )
     with pytest.raises(NotImplementedError, match="differ between devices"):
         F.rrelu(x, training=True)
+    with pytest.raises(NotImplementedError, match="differ between devices"):
+        F.rrelu(x, training=True, inplace=True)
 
 
 def test_what_layers_need_is_not_computed_whole():

@@ -4,6 +4,10 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from keras.src.backend.jax import core
+from keras.src.distribution.distribution_lib import distribution
 
 from keras_tp.backend.hooks import Hook
 
@@ -46,7 +50,42 @@ def _hook_distribute_data_input(original):
     return distribute_data_input
 
 
+def _hook_repeat(original):
+    """Heads of keys that stay whole, repeated for those of queries.
+
+    `jnp.repeat` broadcasts to a new dim and joins it with the old one. Split
+    over more devices than there are heads, XLA would split both of these dims,
+    and gather what it so split in the backward pass. Looked up instead, each
+    device has its own, and the gradient is one sum.
+    """
+
+    @functools.wraps(original)
+    def repeat(x, repeats, axis=None):
+        if isinstance(repeats, int) and axis is not None:
+            size = x.shape[axis]
+            if _only_repeated_divides(size, repeats):
+                index = np.repeat(np.arange(size), repeats)
+                x = core.convert_to_tensor(x)
+                return jnp.take(x, index, axis=axis, mode="clip")
+        return original(x, repeats, axis=axis)
+
+    return repeat
+
+
+def _only_repeated_divides(size, repeats):
+    mesh = getattr(distribution(), "device_mesh", None)
+    return mesh is not None and any(
+        size % count and size * repeats % count == 0 for count in mesh.shape
+    )
+
+
 TABLE = [
+    Hook(
+        "keras.src.backend.jax.numpy",
+        "repeat",
+        _hook_repeat,
+        "heads that are fewer than the devices are not gathered",
+    ),
     Hook(
         "keras.src.backend.jax.distribution_lib",
         "distribute_data_input",

@@ -113,11 +113,13 @@ class Classes:
     def _resolve_repeats(self):
         """Heads of keys and values go with the queries', or stay whole."""
         dims = self.dims
-        for few, many in dims.repeats:
+        for few, sum_of_few in dims.repeats:
+            many = sum_of_few.node
             if (
                 dims.find(few) in self._barred
                 or dims.find(many) in self._barred
             ):
+                dims.partials.append(sum_of_few)
                 size = dims.size(few)
                 self._bar(
                     few,
@@ -130,8 +132,8 @@ class Classes:
         for _ in range(2):
             heads |= {
                 dims.find(few)
-                for few, many in dims.repeats
-                if dims.find(many) in heads
+                for few, sum_of_few in dims.repeats
+                if dims.find(sum_of_few.node) in heads
             }
             heads |= {
                 dims.find(fused)

@@ -138,8 +138,9 @@ class Dims:
         whole: Dict of node (index of a value, dim) to why it is not split.
         partials: List of `Partial`.
         heads: Set of nodes that count attention heads.
-        repeats: List of pairs of nodes: the heads of keys or values, and those
-            of the queries that they are repeated for.
+        repeats: List of pairs of a node and a `Partial`: the heads of keys or
+            values, and what splitting the heads of the queries that they are
+            repeated for makes of them, if they stay whole.
         factors: List of `(flat, major, minor)` nodes of a reshape.
         blocks: List of `(fused, part, count, where)`: a dim that consists of
             `count` blocks of the dim `part`, one after the other.
@@ -217,9 +218,12 @@ class Dims:
 
     def repeated(self, few, i, many, j):
         """The heads along dim `i` of `few` are repeated for those of `many`."""
+        node = (many.index, j % many.ndim)
+        sum_of_few = Partial(node, few, True, self._step)
         if few.shape[i] > 1:
-            pair = (few.index, i % few.ndim), (many.index, j % many.ndim)
-            self.repeats.append(pair)
+            self.repeats.append(((few.index, i % few.ndim), sum_of_few))
+        else:
+            self.partials.append(sum_of_few)
 
     def reshaped(self, flat, i, parts, major, minor):
         """Dim `i` of `flat` is made of dims `major` and `minor` of `parts`."""

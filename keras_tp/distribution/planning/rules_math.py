@@ -55,7 +55,6 @@ def contraction(dims, step, terms, out):
         for value, j in others:
             dims.same(first, i, value, j)
     activations = [term for term in terms if not dims.is_weight(term[0])]
-    weights = [term for term in terms if dims.is_weight(term[0])]
     if len(activations) == 2 and len(terms) == 2:
         _attention(dims, activations, out, where)
     for letter, nodes in where.items():
@@ -64,13 +63,13 @@ def contraction(dims, step, terms, out):
         elif letter not in out:
             # The rank of LoRA: the sum would be as large as the kernel.
             dims.keep(*nodes[0], "summed over in a product of weights")
-    if len(activations) == 1 and len(weights) == 1:
-        # Split over its own outputs, each device has a part of the gradient
-        # of the input.
-        (x, letters), (w, w_letters) = activations[0], weights[0]
-        for i, letter in enumerate(w_letters):
-            if letter in out and letter not in letters:
-                dims.partial(w, i, x, backward=True)
+    # One operand split over dims of its own, each device has a part of the
+    # gradient of the other.
+    for x, letters in activations:
+        for other, other_letters in terms:
+            for i, letter in enumerate(other_letters):
+                if letter in out and letter not in letters:
+                    dims.partial(other, i, x, backward=True)
 
 
 def _attention(dims, activations, out, where):

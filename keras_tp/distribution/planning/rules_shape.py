@@ -5,6 +5,9 @@ from keras_tp.distribution.planning.graph import values_in
 from keras_tp.distribution.planning.rules import rule
 from keras_tp.distribution.planning.rules_math import axes_of
 
+# A table of fewer, as of segments, saves nothing to speak of.
+FEW_ROWS = 16
+
 
 @rule("Transpose", "Moveaxis", "Swapaxes")
 def transpose(dims, step):
@@ -210,8 +213,10 @@ def take(dims, step):
         return dims.keep_whole([table, output], "taken from")
     indices = step.inputs[1]
     axis %= table.ndim
-    if dims.is_weight(table):
+    if dims.is_weight(table) and table.shape[axis] >= FEW_ROWS:
         dims.partial(table, axis, output)
+    elif dims.is_weight(table):
+        dims.keep(table, axis, "few rows: looked up, they would be summed")
     else:
         dims.keep(table, axis, "indexed")
     for i in range(table.ndim):
