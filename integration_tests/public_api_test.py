@@ -28,6 +28,10 @@ ADDED = {
         "(device_mesh=None, batch_dim_name=None, plan=None, overrides=None, "
         "strict=False, auto_shard_dataset=True)"
     ),
+    "verify": (
+        "(build_fn, distribution, x, y, steps=5, batch_size=None, seed=0, "
+        "rtol=1e-05)"
+    ),
 }
 KERAS_NAMES = [
     "DataParallel",
