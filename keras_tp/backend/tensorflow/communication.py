@@ -6,7 +6,8 @@ map of such tensors, so it means the same without any device: see `Returns:`.
 The other dims stay as they are split.
 
 They are sums and layouts; DTensor's SPMD expansion makes collectives of them.
-CPUs gather by an all-reduce, and DTensor reduces before it scatters.
+It adds up whole tensors, of which each device keeps its part; `all_gather`
+leaves the other dims whole too.
 """
 
 import tensorflow as tf
@@ -28,8 +29,8 @@ def all_reduce(x, device_mesh, axis):
     Returns:
         Tensor of the same shape: `y[i] = sum(x[j] for all j)`.
     """
-    x = _split(x, device_mesh, axis)
-    return _on_each(tf.reduce_sum(x, 0), device_mesh, axis)
+    x = _known(x, device_mesh, axis)
+    return _on_each(tf.reduce_sum(x, 0, keepdims=True), device_mesh, axis)
 
 
 def all_gather(x, device_mesh, axis):
@@ -45,8 +46,8 @@ def all_gather(x, device_mesh, axis):
     Returns:
         Tensor of shape `(n, n * k, ...)`: `y[i] = concatenate(x)`.
     """
-    x = _split(x, device_mesh, axis)
-    whole = tf.reshape(_split(x, device_mesh, None), (-1, *x.shape[2:]))
+    x = _known(x, device_mesh, axis)
+    whole = tf.reshape(_replicated(x, device_mesh), (1, -1, *x.shape[2:]))
     return _on_each(whole, device_mesh, axis)
 
 
@@ -63,7 +64,7 @@ def reduce_scatter(x, device_mesh, axis):
     Returns:
         Tensor of shape `(n, k, ...)`: `y[i] = split(sum(x), n)[i]`.
     """
-    x = _split(x, device_mesh, axis)
+    x = _known(x, device_mesh, axis)
     return _parts_of(tf.reduce_sum(x, 0), device_mesh, axis)
 
 
@@ -82,8 +83,8 @@ def broadcast(x, device_mesh, axis, source=0):
     Returns:
         Tensor of the same shape: `y[i] = x[source]`.
     """
-    x = _only(_split(x, device_mesh, axis), source)
-    return _on_each(tf.reduce_sum(x, 0), device_mesh, axis)
+    x = _only(_known(x, device_mesh, axis), source)
+    return _on_each(tf.reduce_sum(x, 0, keepdims=True), device_mesh, axis)
 
 
 def scatter(x, device_mesh, axis, source=0):
@@ -101,35 +102,46 @@ def scatter(x, device_mesh, axis, source=0):
     Returns:
         Tensor of shape `(n, k, ...)`: `y[i] = split(x[source], n)[i]`.
     """
-    x = _only(_split(x, device_mesh, axis), source)
+    x = _only(_known(x, device_mesh, axis), source)
     return _parts_of(tf.reduce_sum(x, 0), device_mesh, axis)
 
 
-def _split(x, device_mesh, axis):
-    """Splits the first dim over an axis, or over none."""
+def _known(x, device_mesh, axis):
+    """Returns a tensor of an eager call, if plain, split over an axis."""
+    x = tf.convert_to_tensor(x)
+    if not tf.executing_eagerly() or placement.is_dtensor(x):
+        return x
+    specs = [axis] + [dtensor.UNSHARDED] * (len(x.shape) - 1)
+    return placement.place(x, dtensor.Layout(specs, device_mesh.backend_mesh))
+
+
+def _replicated(x, device_mesh):
     if not tf.executing_eagerly() and placement.current_mesh() is None:
         # Shapes are inferred outside of any mesh.
         return x
-    x = tf.convert_to_tensor(x)
-    others = placement.is_dtensor(x) or not tf.executing_eagerly()
-    rest = dtensor.MATCH if others else dtensor.UNSHARDED
-    specs = [axis or dtensor.UNSHARDED] + [rest] * (len(x.shape) - 1)
-    layout = dtensor.Layout(specs, device_mesh.backend_mesh)
-    return dtensor.relayout(x, layout) if others else placement.place(x, layout)
-
-
-def _size(device_mesh, axis):
-    return dict(zip(device_mesh.axis_names, device_mesh.shape))[axis]
+    mesh = device_mesh.backend_mesh
+    return dtensor.relayout(x, dtensor.Layout.replicated(mesh, len(x.shape)))
 
 
 def _on_each(value, device_mesh, axis):
-    shape = (_size(device_mesh, axis), *value.shape)
-    return _split(tf.broadcast_to(value, shape), device_mesh, axis)
+    """Splits the first dim, of size 1 or that of the axis, over an axis.
+
+    A product with ones that are split: the layout of the other dims, which is
+    not known while tracing, stays as it is.
+    """
+    size = dict(zip(device_mesh.axis_names, device_mesh.shape))[axis]
+    ones = tf.ones((size,) + (1,) * (len(value.shape) - 1), value.dtype)
+    if tf.executing_eagerly() or placement.current_mesh() is not None:
+        specs = [axis] + [dtensor.UNSHARDED] * (len(ones.shape) - 1)
+        layout = dtensor.Layout(specs, device_mesh.backend_mesh)
+        ones = placement.place(ones, layout)
+    return value * ones
 
 
 def _parts_of(value, device_mesh, axis):
-    shape = (_size(device_mesh, axis), -1, *value.shape[1:])
-    return _split(tf.reshape(value, shape), device_mesh, axis)
+    size = dict(zip(device_mesh.axis_names, device_mesh.shape))[axis]
+    parts = tf.reshape(value, (size, -1, *value.shape[1:]))
+    return _on_each(parts, device_mesh, axis)
 
 
 def _only(x, source):

@@ -16,6 +16,14 @@ from torch.distributed.tensor import Shard
 
 from keras_tp.backend.torch import placement
 
+# torch gives them new names.
+_all_gather = getattr(
+    functional, "all_gather_single", functional.all_gather_tensor
+)
+_reduce_scatter = getattr(
+    functional, "reduce_scatter_single", functional.reduce_scatter_tensor
+)
+
 
 def all_reduce(x, device_mesh, axis):
     """Adds up what the devices of an axis hold; each has the sum.
@@ -120,7 +128,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(context, part, group):
         context.group = group
-        return _wait(functional.all_gather_tensor(part, 1, group))
+        return _wait(_all_gather(part, 1, group))
 
     @staticmethod
     def backward(context, gradient):
@@ -133,7 +141,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(context, part, group):
         context.group = group
-        return _wait(functional.reduce_scatter_tensor(part, "sum", 1, group))
+        return _wait(_reduce_scatter(part, "sum", 1, group))
 
     @staticmethod
     def backward(context, gradient):
