@@ -66,6 +66,19 @@ def shared(x):
     return ops.mean(x, axis=0)
 
 
+def whole(array):
+    """A constant that each device of the mesh has."""
+    mesh = dist.distribution().device_mesh
+    layout = dist.TensorLayout([None] * array.ndim, mesh)
+    return dist.distribute_tensor(ops.convert_to_tensor(array), layout)
+
+
+def next_of(x):
+    """Each device has what its neighbour should have."""
+    order = np.roll(np.eye(x.shape[0], dtype="float32"), 1, axis=0)
+    return ops.einsum("mn,nij->mij", whole(order), x)
+
+
 class ByHand(layers.Layer):
     def __init__(self, devices, name):
         super().__init__(name=name)
@@ -91,11 +104,14 @@ class Pair(ByHand):
     def call(self, x):
         up = ops.convert_to_tensor(self.up)
         if is_planted("the parts of a kernel are in another order"):
-            up = ops.roll(up, 1, axis=0)
+            up = next_of(up)
         if is_planted("the all-reduce of a gradient is dropped"):
-            # What all but one device find of it is not added.
-            others = [ops.stop_gradient(x)] * (self.devices - 1)
-            parts = ops.einsum("nbf,nfu->nbu", ops.stack([x, *others]), up)
+            # What all but the first device find of it is not added.
+            first = np.arange(self.devices).reshape(-1, 1, 1) == 0
+            first = whole(first.astype("float32"))
+            parts = ops.einsum("bf,nfu->nbu", x, up * first)
+            x = ops.stop_gradient(x)
+            parts = parts + ops.einsum("bf,nfu->nbu", x, up * (1 - first))
         else:
             parts = ops.einsum("bf,nfu->nbu", x, up)
         y = ops.einsum("nbu,nuf->nbf", ops.relu(parts), self.down)
@@ -133,7 +149,7 @@ class Gathered(ByHand):
     def call(self, x):
         parts = ops.einsum("bf,nfu->nub", x, self.kernel)
         if is_planted("parts are gathered in another order"):
-            parts = ops.roll(parts, 1, axis=0)
+            parts = next_of(parts)
         return ops.transpose(shared(communicate("all_gather", parts)))
 
 
@@ -146,7 +162,7 @@ class Scattered(ByHand):
         parts = ops.einsum("bnu,nuf->nfb", x, self.kernel)
         y = communicate("reduce_scatter", parts)
         if is_planted("a device has the part of its neighbour"):
-            y = ops.roll(y, 1, axis=0)
+            y = next_of(y)
         y = communicate("all_gather", y)
         return ops.transpose(shared(y))
 
@@ -193,7 +209,7 @@ LAYOUTS = {
 
 
 def build(devices, optimizer):
-    tokens = keras.Input((), dtype="int32", name="ids")
+    tokens = keras.Input(batch_shape=(BATCH,), dtype="int32", name="ids")
     x = Tokens(devices, "tokens")(tokens)
     x = zoo.dense(FEATURES, "first", activation="tanh")(x)
     x = Pair(devices, "pair")(x)

@@ -47,7 +47,7 @@ def all_gather(x, device_mesh, axis):
         Tensor of shape `(n, n * k, ...)`: `y[i] = concatenate(x)`.
     """
     x = _known(x, device_mesh, axis)
-    whole = tf.reshape(_replicated(x, device_mesh), (1, -1, *x.shape[2:]))
+    whole = tf.reshape(_replicated(x, device_mesh), (1, -1, *_dims(x)[2:]))
     return _on_each(whole, device_mesh, axis)
 
 
@@ -140,8 +140,16 @@ def _on_each(value, device_mesh, axis):
 
 def _parts_of(value, device_mesh, axis):
     size = dict(zip(device_mesh.axis_names, device_mesh.shape))[axis]
-    parts = tf.reshape(value, (size, -1, *value.shape[1:]))
+    parts = tf.reshape(value, (size, -1, *_dims(value)[1:]))
     return _on_each(parts, device_mesh, axis)
+
+
+def _dims(x):
+    """Returns the sizes of the dims; as tensors where they are not known."""
+    return [
+        tf.shape(x)[dim] if size is None else size
+        for dim, size in enumerate(x.shape)
+    ]
 
 
 def _only(x, source):
