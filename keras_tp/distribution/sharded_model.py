@@ -90,7 +90,9 @@ def planned_layouts(model, distribution):
         return planned
     # A slot goes where its variable goes.
     slot_layouts = {
-        id(slot): slots.slot_layout(new_layouts[id(variable)], dims)
+        id(slot): slots.slot_layout(
+            new_layouts[id(variable)], tuple(slot.shape), dims, distribution
+        )
         for slot, variable, dims in slots.slots_of(optimizer)
     }
     return [
@@ -123,9 +125,15 @@ def _move(planned):
             before = origin.origin_of(variable), variable._layout
             lib.relayout_variable(variable, layout)
             moved.append((variable, *before))
-            variable._origin = made
+            _note_origin(variable, made)
     except BaseException:
         for variable, made, layout in reversed(moved):
             lib.relayout_variable(variable, layout)
-            variable._origin = made
+            _note_origin(variable, made)
         raise
+
+
+def _note_origin(variable, made):
+    variable._origin = made
+    if made.role == origin.WEIGHT:
+        slots.note_slot_layout(variable)
