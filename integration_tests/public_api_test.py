@@ -26,7 +26,11 @@ ADDED = {
     ),
     "TensorParallel": (
         "(device_mesh=None, batch_dim_name=None, plan=None, overrides=None, "
-        "strict=False, auto_shard_dataset=True)"
+        "strict=False, auto_shard_dataset=True, shard_optimizer=False)"
+    ),
+    "verify": (
+        "(build_fn, distribution, x, y, steps=5, batch_size=None, seed=0, "
+        "rtol=1e-05)"
     ),
 }
 KERAS_NAMES = [

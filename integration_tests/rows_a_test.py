@@ -347,6 +347,25 @@ def test_a15_a_backend_communicates_or_raises(name, shape):
     assert counts(model, data()[0]) == {"all_reduce": (1, BATCH * OUTPUTS * 4)}
 
 
+@WORLDS
+def test_a16_each_device_contributes_to_what_is_communicated(shape):
+    """A part that is zeroed is missing from the sum on every device."""
+    model = wrapped(shape)
+    x, _ = data()
+    assert counts(model, x) == {"all_reduce": (1, BATCH * OUTPUTS * 4)}
+    before = model.predict(x, verbose=0)
+    zero_the_first_part(model.get_layer("down").kernel)
+    after = model.predict(x, verbose=0)
+    # What the first device had added, in the sum that the user sees.
+    plain = pair()
+    hidden = keras.Model(plain.input, plain.get_layer("up").output)
+    part = UNITS // shape[0]
+    kernel = keras.ops.convert_to_numpy(plain.get_layer("down").kernel)
+    own = hidden.predict(x, verbose=0)[:, :part] @ kernel[:part]
+    assert np.max(np.abs(own)) > 0.1
+    np.testing.assert_allclose(before - after, own, atol=1e-5)
+
+
 class Subclassed(keras.Model):
     def __init__(self):
         super().__init__(name="subclassed")
@@ -410,6 +429,88 @@ def test_a18_models_of_every_kind(build, shape):
     kernels = [r for r in rows_of(model, "weight") if len(r.shape) == 2]
     # All but what is before or behind a pair.
     assert sum(row.is_split for row in kernels) >= 2
+
+
+KINDS = {
+    "dense": "mlp",
+    "einsum_dense": "einsum_dense",
+    "embedding": "embedding_rows",
+    "multi_head_attention": "multi_head_attention",
+    "grouped_query_attention": "grouped_query_attention",
+    "convolution": "conv2d",
+    "lstm": "lstm",
+    "gru": "gru",
+}
+
+
+@WORLDS
+@pytest.mark.parametrize("kind", KINDS)
+def test_a19_split_or_whole_for_a_reason(kind, shape):
+    harness.mesh(shape, ["model"])
+    case = zoo.CASES[KINDS[kind]]
+    x, _ = harness.data_of(case)
+    want = harness.build(case).predict(x, verbose=0)
+    model = TensorParallelKeras(harness.build(case), world_size=shape[0])
+    rows = rows_of(model, "weight")
+    kernels = [r for r in rows if len(r.shape) > 1]
+    assert kernels
+    for row in rows:
+        assert row.is_split or row.why, row
+    split = sum(row.bytes for row in rows if row.is_split)
+    if kind in ("lstm", "gru"):
+        # Their gates are in one kernel, next to each other.
+        assert all("recurrent" in row.why for row in rows[:3])
+    else:
+        # What begins or ends a model may be whole.
+        assert split > 0.4 * sum(row.bytes for row in rows)
+    np.testing.assert_allclose(model.predict(x, verbose=0), want, atol=1e-5)
+
+
+@WORLDS
+@pytest.mark.parametrize("name", ["bert", "gpt2", "roberta", "opt", "llama"])
+def test_a20_models_of_keras_hub(name, shape):
+    harness.mesh(shape, ["model"])
+    case = zoo.CASES[name]
+    x, _ = harness.data_of(case)
+    want = harness.build(case).predict(x, verbose=0)
+    model = TensorParallelKeras(harness.build(case), world_size=shape[0])
+    info = model.get_parallelism_info()
+    assert info["split_bytes"] >= 0.9 * info["total_bytes"]
+    np.testing.assert_allclose(model.predict(x, verbose=0), want, atol=1e-5)
+
+
+@WORLDS
+def test_a22_the_plan_is_the_same_each_time_and_can_be_read(shape):
+    mesh = harness.mesh(shape, ["model"])
+    plans = [distribution.plan_sharding(pair(), mesh) for _ in range(2)]
+    assert plans[0].to_json() == plans[1].to_json()
+    text = plans[0].summary()
+    assert "up/kernel" in text and "model" in text
+    predicted = plans[0].collectives(BATCH)
+    x, y = data()
+    model = wrapped(shape)
+    found = counts(model, x, y)
+    assert {name: c for name, (c, _) in predicted.items() if c} == {
+        name: c for name, (c, _) in found.items()
+    }
+
+
+@WORLDS
+def test_a23_a_layout_of_ones_own_for_a_path(shape):
+    mesh = harness.mesh(shape, ["model"])
+    x, y = data()
+    plain = pair()
+    overrides = {"down/kernel": (None, None), "up/kernel": (None, None)}
+    model = pair()
+    distribution.distribute_model(
+        model, distribution.TensorParallel(mesh, overrides=overrides)
+    )
+    axes = {r.path: r.axes for r in rows_of(model, "weight")}
+    assert axes["up/kernel"] == axes["down/kernel"] == (None, None)
+    assert any(wrapped(shape).get_layer("up").kernel._layout.axes)
+    want = [plain.train_on_batch(x, y)[0] for _ in range(3)]
+    got = [model.train_on_batch(x, y)[0] for _ in range(3)]
+    np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 @WORLDS

@@ -29,7 +29,9 @@ SHARED = [
         for name in (
             "bad_input",
             "collectives",
+            "communication",
             "contamination",
+            "faults",
             "parity",
             "planned_models",
             "public_api",

@@ -8,8 +8,15 @@ import keras
 SUPPORTED_BACKENDS = ("jax", "tensorflow", "torch")
 
 
-def _load_distribution_lib():
-    """Returns the `distribution_lib` module of Keras's current backend.
+# What a backend's folder offers; see CONTRIBUTING.md.
+_MODULES = ("distribution_lib", "communication")
+
+
+def _load(module):
+    """Returns a module of Keras's current backend.
+
+    Args:
+        module: String, one of `_MODULES`.
 
     Raises:
         ValueError: if that backend has no distributed runtime that keras_tp
@@ -24,18 +31,18 @@ def _load_distribution_lib():
             "KERAS_BACKEND to one of them before Keras is imported. "
             f"Received: keras.config.backend()={name!r}"
         )
-    return importlib.import_module(f"keras_tp.backend.{name}.distribution_lib")
+    return importlib.import_module(f"keras_tp.backend.{name}.{module}")
 
 
 def __getattr__(name):
     # Lazy, so that `import keras_tp` works (and patches nothing) on a
     # backend that cannot distribute; the first use says so.
-    if name == "distribution_lib":
-        globals()[name] = _load_distribution_lib()
+    if name in _MODULES:
+        globals()[name] = _load(name)
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 if keras.config.backend() == "tensorflow":
     # TensorFlow reads some settings once, when it first runs something.
-    _load_distribution_lib()
+    _load("distribution_lib")

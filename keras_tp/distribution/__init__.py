@@ -16,3 +16,4 @@ from keras_tp.distribution.report import count_collectives
 from keras_tp.distribution.report import describe
 from keras_tp.distribution.sharded_model import distribute_model
 from keras_tp.distribution.tensor_parallel import TensorParallel
+from keras_tp.distribution.verification import verify

@@ -266,8 +266,9 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
             data. Defaults to the first axis of the mesh.
         auto_shard_dataset: Boolean. Whether each of several processes is
             given the whole data; see `Distribution`. Defaults to `True`.
-        **kwargs: `device_mesh`, which Keras's class ignores, has to be the
-            mesh of the map. Nothing else is accepted.
+        **kwargs: `shard_optimizer=False`: whether slots are split over the
+            batch axis too (ZeRO-1), along their largest whole dim that
+            divides. `device_mesh` has to be the mesh of the map.
     """
 
     def __init__(
@@ -279,6 +280,7 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
         **kwargs,
     ):
         device_mesh = kwargs.pop("device_mesh", None)
+        self.shard_optimizer = kwargs.pop("shard_optimizer", False)
         if kwargs:
             raise TypeError(
                 "ModelParallel got unexpected keyword arguments: "

@@ -301,6 +301,12 @@ TABLE = [
         "an unreadable file is named in the error",
     ),
     Hook(
+        "keras.src.optimizers.base_optimizer:BaseOptimizer",
+        "add_variable_from_reference",
+        slots.lay_out_slots,
+        "slots are split over the batch axis too where that is asked for",
+    ),
+    Hook(
         "keras.src.optimizers.adafactor:Adafactor",
         "build",
         slots.lay_out_factors,

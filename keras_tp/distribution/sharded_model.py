@@ -92,7 +92,9 @@ def planned_layouts(model, distribution):
         return planned
     # A slot goes where its variable goes.
     slot_layouts = {
-        id(slot): slots.slot_layout(new_layouts[id(variable)], dims)
+        id(slot): slots.slot_layout(
+            new_layouts[id(variable)], tuple(slot.shape), dims, distribution
+        )
         for slot, variable, dims in slots.slots_of(optimizer)
     }
     return [
@@ -122,12 +124,18 @@ def _move(planned):
 
     def put_back(variable, made, layout):
         lib.relayout_variable(variable, layout)
-        variable._origin = made
+        _note_origin(variable, made)
 
     with contextlib.ExitStack() as undo:
         for variable, made, layout in planned:
             before = origin.origin_of(variable), variable._layout
             lib.relayout_variable(variable, layout)
             undo.callback(put_back, variable, *before)
-            variable._origin = made
+            _note_origin(variable, made)
         undo.pop_all()
+
+
+def _note_origin(variable, made):
+    variable._origin = made
+    if made.role == origin.WEIGHT:
+        slots.note_slot_layout(variable)

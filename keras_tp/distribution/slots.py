@@ -5,7 +5,10 @@ import functools
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from keras_tp import backend
+from keras_tp.distribution import origin
 from keras_tp.distribution.tensor_layout import TensorLayout
+from keras_tp.distribution.tensor_layout import axis_names
+from keras_tp.distribution.tensor_layout import axis_size
 
 
 def lay_out_factors(original):
@@ -17,11 +20,44 @@ def lay_out_factors(original):
         for slot, variable, dims in slots_of(self):
             layout = variable._layout
             if layout is not None and len(dims) < len(variable.shape):
+                own = origin.origin_of(variable).distribution
                 backend.distribution_lib.relayout_variable(
-                    slot, slot_layout(layout, dims)
+                    slot, slot_layout(layout, slot.shape, dims, own)
                 )
 
     return build
+
+
+def lay_out_slots(original):
+    """Wraps `add_variable_from_reference`: a slot may be split further."""
+
+    @functools.wraps(original)
+    def add_variable_from_reference(self, reference_variable, *args, **kwargs):
+        layout = getattr(reference_variable, "_layout", None)
+        if layout is None:
+            return original(self, reference_variable, *args, **kwargs)
+        note_slot_layout(reference_variable)
+        # Keras gives the slot the layout that it finds here.
+        reference_variable._layout = reference_variable._slot_layout or layout
+        try:
+            return original(self, reference_variable, *args, **kwargs)
+        finally:
+            reference_variable._layout = layout
+
+    return add_variable_from_reference
+
+
+def note_slot_layout(variable):
+    """Notes on a variable how its slots are split, if further than itself.
+
+    A backend may reduce its gradient to these parts only.
+    """
+    layout, shape = variable._layout, tuple(variable.shape)
+    own = origin.origin_of(variable).distribution
+    found = layout and slot_layout(layout, shape, range(len(shape)), own)
+    if found is not None and found.axes == layout.axes:
+        found = None
+    variable._slot_layout = found
 
 
 def slots_of(optimizer):
@@ -58,19 +94,35 @@ def slots_of(optimizer):
         yield from slots_of(other)
 
 
-def slot_layout(layout, dims):
+def slot_layout(layout, shape, dims, distribution):
     """Returns the layout of a slot of a variable with the given layout.
 
     A slot that sums over some dims of its variable, as the row and column
     factors of Adafactor do (Shazeer and Stern 2018, section 3), is split where
-    the dims that it keeps are.
+    the dims that it keeps are. Where the distribution shards the optimizer
+    (ZeRO-1, Rajbhandari et al. 2020, section 5), the largest dim that nothing
+    splits, and that divides, is split over the batch axis.
 
     Args:
         layout: `TensorLayout` of the variable.
-        dims: Tuple of ints, the dims of the variable that the slot has.
+        shape: Tuple of ints, the shape of the slot.
+        dims: Sequence of ints, the dims of the variable that the slot has.
+        distribution: `Distribution` of the variable.
     """
+    mesh = layout.device_mesh
     axes = [layout.axes[dim] for dim in dims]
-    return TensorLayout(axes, layout.device_mesh)
+    batch = getattr(distribution, "batch_dim_name", None)
+    used = [name for axis in axes for name in axis_names(axis)]
+    if getattr(distribution, "shard_optimizer", False) and batch not in used:
+        count = axis_size(mesh, batch)
+        free = [
+            dim
+            for dim, size in enumerate(shape)
+            if axes[dim] is None and size and size % count == 0
+        ]
+        if free and count > 1:
+            axes[max(free, key=lambda dim: shape[dim])] = batch
+    return TensorLayout(axes, mesh)
 
 
 def _kept_dims(name, slot, variable):

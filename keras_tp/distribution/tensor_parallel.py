@@ -5,6 +5,7 @@ import warnings
 from keras_tp import backend
 from keras_tp.distribution import distribution_lib
 from keras_tp.distribution import origin
+from keras_tp.distribution import slots
 from keras_tp.distribution.distribution_lib import Distribution
 from keras_tp.distribution.distribution_lib import ModelParallel
 from keras_tp.distribution.layout_map import LARGE_VARIABLE_BYTES
@@ -54,6 +55,8 @@ class TensorParallel(ModelParallel):
         auto_shard_dataset: Boolean. Whether, where there are several
             processes, each is fed only its part of a dataset. Defaults to
             `True`.
+        shard_optimizer: Boolean. Whether the optimizer's slots are split over
+            the batch axis too; see `ModelParallel`. Defaults to `False`.
 
     Raises:
         ValueError: if the mesh is not that of the plan, both a plan and
@@ -68,6 +71,7 @@ class TensorParallel(ModelParallel):
         overrides=None,
         strict=False,
         auto_shard_dataset=True,
+        shard_optimizer=False,
     ):
         if plan is not None:
             _check_plan(plan, device_mesh, overrides)
@@ -90,6 +94,7 @@ class TensorParallel(ModelParallel):
             layout_map=layout_map,
             batch_dim_name=batch_dim_name,
             auto_shard_dataset=auto_shard_dataset,
+            shard_optimizer=shard_optimizer,
         )
         # Keras takes the first axis for want of one.
         self._batch_dim_name = batch_dim_name
@@ -251,3 +256,4 @@ def _move_to_plan(model, distribution):
         before = variable._layout
         if before is None or tuple(before.axes) != tuple(layout.axes):
             lib.relayout_variable(variable, layout)
+            slots.note_slot_layout(variable)

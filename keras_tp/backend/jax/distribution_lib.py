@@ -5,12 +5,14 @@ here; the functions are those that CONTRIBUTING.md lists for every backend.
 """
 
 import os
+import pickle
 import re
 import runpy
 import sys
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from keras.src.backend import config
 from keras.src.backend.jax import distribution_lib as keras_lib
 
@@ -61,6 +63,22 @@ def num_processes():
 def process_id():
     """Returns the index of this process."""
     return keras_lib.process_id()
+
+
+def from_first_process(value):
+    """Returns the value that process 0 gave, in every process.
+
+    A collective where there are several processes.
+
+    Args:
+        value: What `pickle` takes; ignored in the other processes.
+    """
+    if num_processes() == 1:
+        return value
+    own = np.frombuffer(pickle.dumps(value), "uint8")
+    size = multihost_utils.broadcast_one_to_all(np.array(own.size, "int32"))
+    padded = np.resize(own, int(size))
+    return pickle.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
 
 
 def collective_library(device_type):

@@ -82,6 +82,26 @@ def process_id():
     return dtensor.client_id()
 
 
+def from_first_process(value):
+    """Returns the value that process 0 gave, in every process.
+
+    Args:
+        value: What `pickle` takes.
+
+    Raises:
+        ValueError: where there are several processes, whose values DTensor
+            has no way to hand around.
+    """
+    if num_processes() > 1:
+        raise ValueError(
+            "On TensorFlow this is done in one process only: DTensor hands "
+            "tensors between processes, and nothing else. Run it on the "
+            "devices of one host. Received: "
+            f"num_processes()={num_processes()}"
+        )
+    return value
+
+
 def collective_library(device_type):
     """Returns what moves tensors between devices of a type: `"tensorflow"`.
 

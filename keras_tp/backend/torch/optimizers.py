@@ -8,6 +8,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from torch.distributed.tensor import DTensor
 
 from keras_tp.backend.torch import parts
+from keras_tp.backend.torch import placement
 
 
 def update_shards(original):
@@ -19,6 +20,9 @@ def update_shards(original):
     DTensor need not dispatch a dozen operations for each variable. What needs
     all of a variable or of all variables, as clipping by norm does, has been
     done by then, and optimizers such as Lamb or Muon are of another class.
+
+    A variable whose slots are split further than itself is updated in these
+    parts, which are gathered afterwards (ZeRO-1).
     """
 
     @functools.wraps(original)
@@ -29,18 +33,24 @@ def update_shards(original):
             or not _alike(self)
         ):
             return original(self, grads, trainable_variables, learning_rate)
+        placements = [_update_placements(v) for v in trainable_variables]
         grads = [
-            _part(gradient, variable._value)
-            for gradient, variable in zip(grads, trainable_variables)
+            _part(gradient, variable._value, placed)
+            for gradient, variable, placed in zip(
+                grads, trainable_variables, placements
+            )
         ]
-        with _as_shards([*trainable_variables, *self.variables]):
+        with (
+            _as_shards(self.variables),
+            _as_parts(trainable_variables, placements),
+        ):
             original(self, grads, trainable_variables, learning_rate)
 
     return _backend_update_step
 
 
 def _alike(optimizer):
-    """Returns whether all slots are split as their variables are.
+    """Returns whether all slots are split as their variables are updated.
 
     Slots that were made outside of the distribution are whole.
     """
@@ -48,10 +58,10 @@ def _alike(optimizer):
     for slots in vars(optimizer).values():
         if not isinstance(slots, list) or slots is optimizer._variables:
             continue
-        if len(slots) != len(variables):
+        if slots is variables or len(slots) != len(variables):
             continue
         for slot, variable in zip(slots, variables):
-            if _placements(slot) != _placements(variable):
+            if _placements(slot) != _update_placements(variable):
                 return False
     return True
 
@@ -61,11 +71,44 @@ def _placements(variable):
     return value.placements if isinstance(value, DTensor) else None
 
 
-def _part(gradient, value):
-    """Returns this process's part of a gradient, split as its variable is."""
-    if not isinstance(value, DTensor):
+def _update_placements(variable):
+    """Returns the placements of a variable's slots; `None` if it is plain."""
+    own = _placements(variable)
+    slots = getattr(variable, "_slot_layout", None)
+    if own is None or slots is None:
+        return own
+    return placement.as_placement(slots).placements
+
+
+def _part(gradient, value, placements):
+    """Returns this process's part of a gradient."""
+    if placements is None:
         return gradient
-    return parts.local_part(gradient, value.device_mesh, value.placements)
+    return parts.local_part(gradient, value.device_mesh, placements)
+
+
+@contextlib.contextmanager
+def _as_parts(variables, placements):
+    """Makes the values of model variables what is updated of them here.
+
+    Parts that are smaller than the shards are gathered when it is done.
+    """
+    values = [(variable, variable._value) for variable in variables]
+    try:
+        for (variable, value), placed in zip(values, placements):
+            if placed is not None:
+                local = parts.local_part(value, value.device_mesh, placed)
+                variable._value = local
+        yield
+        for (variable, value), placed in zip(values, placements):
+            if placed is not None and tuple(placed) != tuple(value.placements):
+                updated = parts.wrap_parts(
+                    variable._value, value.device_mesh, placed
+                ).redistribute(placements=value.placements)
+                value._local_tensor.copy_(updated._local_tensor)
+    finally:
+        for variable, value in values:
+            variable._value = value
 
 
 @contextlib.contextmanager

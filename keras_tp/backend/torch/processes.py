@@ -247,6 +247,16 @@ def gather_by_process(value):
     return _gather(value)
 
 
+def from_first(value):
+    """Returns the value of process 0 in every process. A collective."""
+    if world_size() == 1:
+        return value
+    start()
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=_control[1])
+    return values[0]
+
+
 def _local_index(process_id):
     """Returns which of this machine's devices belongs to this process."""
     if "LOCAL_RANK" in os.environ:

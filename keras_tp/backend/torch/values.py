@@ -1,6 +1,7 @@
 """Values of variables as shards."""
 
 import functools
+import weakref
 
 import torch
 from keras.src.backend.common import is_float_dtype
@@ -50,6 +51,7 @@ def set_value(variable, value):
         parameter.register_hook(
             functools.partial(
                 _redistributed,
+                variable=weakref.ref(variable),
                 mesh=parameter.device_mesh,
                 placements=parameter.placements,
             )
@@ -70,7 +72,12 @@ def stays_plain(variable, placed):
     return len(variable._shape) == 0 or not is_float_dtype(variable._dtype)
 
 
-def _redistributed(gradient, mesh, placements):
+def _redistributed(gradient, variable, mesh, placements):
+    # Slots that are split further take their part of the gradient only, by a
+    # reduce-scatter.
+    slots = getattr(variable(), "_slot_layout", None)
+    if slots is not None:
+        placements = placement.as_placement(slots).placements
     if not isinstance(gradient, DTensor):
         return placement.from_full(
             gradient, placement.Placement(mesh, placements)

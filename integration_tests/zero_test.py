@@ -1,0 +1,144 @@
+"""Optimizer state that is split over the batch axis too: row B.3."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from integration_tests import harness
+from integration_tests import zoo
+from keras_tp import distribution
+
+BACKEND = keras.config.backend()
+BATCH, FEATURES, UNITS = 8, 16, 32
+SHAPES = harness.shapes((2, 1), (4, 1), (2, 2))
+
+
+def network():
+    """Every dim of every weight divides by four."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((FEATURES,))
+    x = layers.Dense(UNITS, use_bias=False, activation="relu", name="up")(
+        inputs
+    )
+    x = layers.Dense(FEATURES, use_bias=False, name="down")(x)
+    return keras.Model(inputs, x, name="network")
+
+
+LAYOUTS = {"up/kernel": zoo.COLUMN, "down/kernel": zoo.ROW}
+if BACKEND == "torch":
+    # One mesh over all processes.
+    devices = distribution.get_device_count()
+    SHAPES = pytest.mark.parametrize(
+        "shape", [(devices, 1)] + [(2, 2)] * (devices == 4)
+    )
+
+
+def data():
+    rng = np.random.default_rng(0)
+    return (
+        rng.standard_normal((BATCH, FEATURES), "float32"),
+        rng.standard_normal((BATCH, FEATURES), "float32"),
+    )
+
+
+def parallel(shape, shard_optimizer=True):
+    layout_map = distribution.LayoutMap(harness.mesh(shape))
+    for pattern, axes in LAYOUTS.items():
+        layout_map[pattern] = axes
+    return distribution.ModelParallel(
+        layout_map=layout_map, shard_optimizer=shard_optimizer
+    )
+
+
+def trained(model, optimizer, steps=5):
+    model.compile(optimizer(), "mse")
+    losses = [np.ravel(model.train_on_batch(*data()))[0] for _ in range(steps)]
+    return losses, harness.weights_of(model)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "clipped": lambda: keras.optimizers.SGD(
+        0.5, momentum=0.9, global_clipnorm=0.1
+    ),
+    "decayed": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+}
+
+
+@functools.cache
+def reference(name):
+    harness.assert_plain()
+    return trained(network(), OPTIMIZERS[name])
+
+
+def assert_slots_are_split(model, devices):
+    rows = distribution.describe(model).rows
+    slots = [row for row in rows if row.role == "slot" and row.shape]
+    assert slots
+    for row in slots:
+        held = row.device_bytes
+        assert set(held.values()) == {row.bytes // devices}, row
+        assert "batch" in row.axes
+
+
+@SHAPES
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_b3_losses_and_bytes(name, shape):
+    want_losses, want = reference(name)
+    with parallel(shape).scope():
+        model = network()
+    losses, got = trained(model, OPTIMIZERS[name])
+    assert_slots_are_split(model, shape[0] * shape[1])
+    # The variables are not: this is no fully sharded layout.
+    split = set() if shape[1] == 1 else {"up/kernel", "down/kernel"}
+    assert harness.split_paths(model) == split
+    assert want_losses[-1] < 0.99 * want_losses[0]
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    for path, value in want.items():
+        np.testing.assert_allclose(got[path], value, atol=1e-5, err_msg=path)
+
+
+@SHAPES
+def test_a_trained_model_is_moved_there_and_back(shape):
+    model = network()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    plain = network()
+    plain.compile(keras.optimizers.Adam(0.01), "mse")
+
+    def step():
+        want = np.ravel(plain.train_on_batch(*data()))[0]
+        got = np.ravel(model.train_on_batch(*data()))[0]
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+    step()
+    for shard_optimizer in (True, False, True):
+        distribution.distribute_model(model, parallel(shape, shard_optimizer))
+        for _ in range(2):
+            step()
+    assert_slots_are_split(model, shape[0] * shape[1])
+
+
+@SHAPES
+def test_b3_what_is_communicated(shape):
+    """Gradients are added up where their slots are; the weights are gathered.
+
+    A reduce-scatter is an all-reduce of which each device keeps its part: on
+    TensorFlow, and on JAX where XLA compiles for CPUs.
+    """
+    with parallel(shape).scope():
+        model = network()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    found = distribution.count_collectives(model, *data())
+    sent = {name: count for name, (count, _) in found.items() if count}
+    # The loss is the mean over the samples of all devices; on a mesh with a
+    # model axis there is the output of the pair too.
+    others = 1 + (shape[1] > 1)
+    if BACKEND == "torch":
+        want = {"reduce_scatter": 2, "all_reduce": others, "all_gather": 2}
+    else:
+        want = {"all_reduce": 2 + others, "all_gather": 2}
+    assert sent == want

@@ -1,0 +1,399 @@
+"""A distributed model against its twin on one device."""
+
+import collections
+import io
+
+import numpy as np
+from keras import tree
+
+from keras_tp import backend
+from keras_tp.distribution import twin
+from keras_tp.distribution.planning.trace import no_trace_left
+
+# A sum over devices is rounded in another order, and the layers after it add
+# to that: a layer diverges beyond this many times the tolerance.
+_LAYER_FACTOR = 10
+# Below this part of the largest gradient of its variable, or of the model, a
+# gradient is rounding. Optimizers that divide by its size make steps of it.
+_ROUNDING = 1e-3
+_ROUNDING_OF_MODEL = 1e-6
+_EPSILON = float(np.finfo("float32").eps)
+
+INITIAL = "initial values"
+FORWARD = "forward pass"
+UPDATE = "first update"
+FINAL = "final weights"
+
+
+class WeightDifference(
+    collections.namedtuple(
+        "WeightDifference",
+        ["path", "layer", "difference", "compared", "size"],
+    )
+):
+    """How far a weight is from its twin's after the last step.
+
+    Args:
+        path: String.
+        layer: String, path of its layer.
+        difference: Float, the largest `|a - b| / max(1, |b|)`.
+        compared: Int, number of its elements that were compared.
+        size: Int, number of its elements. Elements whose gradient is rounding
+            are left out where the optimizer has slots: Adam and its kin make
+            whole steps of it.
+    """
+
+
+class VerificationReport:
+    """What `verify` found. Printed, it is a table.
+
+    Args:
+        rtol: Float, the tolerance.
+        losses: List of pairs of floats, for each step: the loss on one device
+            and the distributed one.
+        weights: List of `WeightDifference`.
+        outputs: List of `(layer path, difference)`, in the order of the first
+            forward pass: the largest difference of its outputs, relative to
+            the largest of them.
+        divergence: Pair of the path of the first layer that diverges and
+            where, or `None`.
+
+    Attributes:
+        passed: Boolean. Whether nothing diverges: losses and weights are
+            within `rtol`, weights relative to `max(1, |w|)`.
+        layer: String, path of the first layer that diverges; `None` if none.
+        where: One of `"initial values"`, `"forward pass"`, `"first update"`
+            and `"final weights"`; `None` if no layer diverges. An update goes
+            wrong in the order of the backward pass, so that the layer is the
+            last one of the model with a wrong gradient: that, or what arrives
+            at it from the layers that use its output, is wrong.
+        loss_difference: Float, the largest relative difference of a loss.
+        weight_difference: Float, the largest difference of a weight.
+    """
+
+    def __init__(self, rtol, losses, weights, outputs, divergence):
+        self.rtol = rtol
+        self.losses = losses
+        self.weights = weights
+        self.outputs = outputs
+        self.layer, self.where = divergence or (None, None)
+        self.passed = divergence is None
+        self.loss_difference = max(_relative(a, b) for b, a in losses)
+        self.weight_difference = max(w.difference for w in weights)
+
+    def __repr__(self):
+        found = f"layer={self.layer!r}, where={self.where!r}, "
+        return (
+            f"<{self.__class__.__name__} passed={self.passed}, "
+            f"{'' if self.passed else found}"
+            f"loss_difference={self.loss_difference:.2g}, "
+            f"weight_difference={self.weight_difference:.2g}, "
+            f"rtol={self.rtol:g}>"
+        )
+
+    def __str__(self):
+        # Imported late: only a printed report needs it.
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=repr(self))
+        for heading in ("step", "one device", "distributed", "difference"):
+            table.add_column(heading, justify="right")
+        for step, (plain, own) in enumerate(self.losses, 1):
+            table.add_row(
+                str(step),
+                f"{plain:.8g}",
+                f"{own:.8g}",
+                f"{_relative(own, plain):.2g}",
+            )
+        weights = Table()
+        for heading in ("weight", "difference", "compared"):
+            weights.add_column(heading, overflow="fold")
+        furthest = sorted(self.weights, key=lambda w: -w.difference)
+        for weight in furthest[:10]:
+            weights.add_row(
+                weight.path,
+                f"{weight.difference:.2g}",
+                f"{weight.compared} of {weight.size}",
+            )
+        text = io.StringIO()
+        console = Console(file=text, width=120)
+        console.print(table)
+        console.print(weights)
+        return text.getvalue().rstrip()
+
+
+def verify(
+    build_fn,
+    distribution,
+    x,
+    y,
+    steps=5,
+    batch_size=None,
+    seed=0,
+    rtol=1e-5,
+):
+    """Trains a model under a distribution and its twin on one device.
+
+    The twin is trained in a child process, which knows of no distribution, so
+    nothing that is wrong in this one can reach it. The child imports
+    `build_fn`, and so the module that it is defined in: where that is the
+    script itself, what the script does stands below
+    `if __name__ == "__main__":`. On accelerators both processes need memory
+    (JAX: set `XLA_PYTHON_CLIENT_PREALLOCATE=false`).
+
+    Example:
+
+    ```python
+    def build():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        model.compile("sgd", "mse")
+        return model
+
+    if __name__ == "__main__":
+        report = verify(build, TensorParallel(), x, y)
+        assert report.passed, report
+    ```
+
+    Both start with one forward pass in training whose outputs are kept layer
+    by layer, and then take their steps. Where there are several processes,
+    every process calls this; the first one starts the child. Random state of
+    Keras, NumPy and Python, name counters and the distribution that is set
+    are as before the call.
+
+    Args:
+        build_fn: Callable without arguments that returns a compiled Keras
+            model, from a module that a child process can import. A model that
+            exists can be saved and built by
+            `functools.partial(keras.models.load_model, path)`.
+        distribution: `Distribution`.
+        x: Inputs, a structure of arrays.
+        y: Targets, a structure of arrays.
+        steps: Int, number of training steps. Defaults to 5.
+        batch_size: Int. Batches follow each other in the data, from its start
+            again when it ends. Defaults to all of `x` in every step.
+        seed: Int, of the initial values and of dropout. Defaults to 0.
+        rtol: Float, the tolerance. Defaults to `1e-5`.
+
+    Returns:
+        A `VerificationReport`; the same in every process.
+
+    Raises:
+        ValueError: if a child process cannot be given `build_fn`, or what it
+            returns is not compiled or differs between the two.
+        RuntimeError: if the child process fails.
+    """
+    twin.check_picklable(build_fn)
+    x, y = tree.map_structure(np.asarray, (x, y))
+    if steps < 1:
+        raise ValueError(f"`steps` must be 1 or more. Received: steps={steps}")
+    if batch_size is None:
+        batch_size = len(tree.flatten(x)[0])
+    arguments = (build_fn, x, y, steps, batch_size, seed)
+    reference = _train_twin(*arguments)
+    with no_trace_left(), distribution.scope():
+        run = twin.train(*arguments)
+    return compare(reference, run, rtol)
+
+
+def _train_twin(*arguments):
+    """Trains the twin in a child of the first process. A collective."""
+    lib = backend.distribution_lib
+    child = twin.Child(*arguments) if lib.process_id() == 0 else None
+    # However long it takes, the others are not kept waiting in a collective.
+    while not lib.from_first_process(child and child.has_ended(1.0)):
+        pass
+    result = lib.from_first_process(child and child.result())
+    if not isinstance(result, twin.Run):
+        raise RuntimeError(
+            "The child process that trains the model on one device ended with "
+            f"exit code {result}; its error is printed above. If it ran your "
+            'script again, put what the script does below `if __name__ == "'
+            '__main__":`; if it did not find `build_fn`, move that into a '
+            f"module that can be imported. Received: build_fn={arguments[0]}"
+        )
+    return result
+
+
+def compare(reference, run, rtol):
+    """Compares two `twin.Run`s of one model.
+
+    Args:
+        reference: `twin.Run` on one device.
+        run: `twin.Run` under a distribution.
+        rtol: Float, the tolerance.
+
+    Returns:
+        A `VerificationReport`.
+    """
+    _check_alike(reference, run)
+    weights = _weight_differences(reference, run)
+    losses = list(zip(reference.losses, run.losses))
+    outputs = [
+        (path, max(map(_of_largest, arrays, expected), default=0.0))
+        for (path, arrays), (_, expected) in zip(run.outputs, reference.outputs)
+    ]
+    # Not `>`: a difference may be NaN.
+    if all(_relative(a, b) <= rtol for b, a in losses) and all(
+        weight.difference <= rtol for weight in weights
+    ):
+        divergence = None
+    else:
+        divergence = (
+            _first_initial(reference, run, rtol)
+            or _first_output(outputs, rtol)
+            or _first_update(reference, run, rtol)
+            or (max(weights, key=_nan_first).layer, FINAL)
+        )
+    return VerificationReport(rtol, losses, weights, outputs, divergence)
+
+
+def _check_alike(reference, run):
+    shapes, expected = (
+        [
+            (weight.path, value.shape)
+            for weight, value in zip(each.weights, each.values[0])
+        ]
+        for each in (run, reference)
+    )
+    calls = len(run.outputs), len(reference.outputs)
+    if calls[0] != calls[1] or [s for _, s in shapes] != [
+        s for _, s in expected
+    ]:
+        raise ValueError(
+            "`build_fn` must build the same model every time; under the "
+            "distribution it has other weights, or calls its layers another "
+            f"number of times. Received: {calls[0]} calls and the weights "
+            f"{shapes}; on one device {calls[1]} calls and {expected}"
+        )
+
+
+def _weight_differences(reference, run):
+    rows = []
+    compared = _compared_elements(reference)
+    for weight, mask, a, b in zip(
+        run.weights, compared, run.values[2], reference.values[2]
+    ):
+        a, b = a.astype("float64"), b.astype("float64")
+        difference = np.abs(a - b) / np.maximum(1.0, np.abs(b))
+        rows.append(
+            WeightDifference(
+                weight.path,
+                weight.layer,
+                float(np.max(difference[mask], initial=0.0)),
+                int(mask.sum()),
+                mask.size,
+            )
+        )
+    return rows
+
+
+def _compared_elements(reference):
+    """Returns for each weight where its gradient is more than rounding."""
+    largest = collections.defaultdict(float)
+    for arrays in reference.slots:
+        for kind, slot in enumerate(arrays):
+            size = float(np.max(np.abs(slot), initial=0.0))
+            largest[kind] = max(largest[kind], size)
+    masks = []
+    for arrays, value in zip(reference.slots, reference.values[0]):
+        mask = np.full(value.shape, not arrays)
+        for kind, slot in enumerate(arrays):
+            if slot.shape == value.shape:
+                size = np.abs(slot)
+                own = float(np.max(size, initial=0.0))
+                if own > _ROUNDING_OF_MODEL * largest[kind]:
+                    # What has no gradient at all stays where it was.
+                    mask |= (size > _ROUNDING * own) | (size == 0)
+            else:
+                # Factored: what belongs to an element is not known.
+                mask[...] = True
+        masks.append(mask)
+    return masks
+
+
+def _first_initial(reference, run, rtol):
+    order = {path: i for i, (path, _) in enumerate(run.outputs)}
+    wrong = [
+        weight.layer
+        for weight, a, b in zip(run.weights, run.values[0], reference.values[0])
+        if not _of_largest(a, b) <= rtol
+    ]
+    wrong.sort(key=lambda layer: order.get(layer, len(order)))
+    return (wrong[0], INITIAL) if wrong else None
+
+
+def _first_output(outputs, rtol):
+    for path, difference in outputs:
+        if not difference <= _LAYER_FACTOR * rtol:
+            return path, FORWARD
+    return None
+
+
+def _first_update(reference, run, rtol):
+    """Looks for the first wrong update: buffers, then the backward pass."""
+    order = {path: i for i, (path, _) in enumerate(run.outputs)}
+    last = len(order)
+    buffers, gradients = [], []
+    compared = _compared_elements(reference)
+    for index, weight in enumerate(run.weights):
+        at = order.get(weight.layer, last)
+        if not weight.trainable:
+            if not _same_update(reference, run, index, rtol):
+                buffers.append((at, weight.layer))
+        elif not compared[index].any():
+            # All of its gradient is rounding.
+            continue
+        elif run.slots[index]:
+            same = all(
+                _of_largest(a, b) <= _LAYER_FACTOR * rtol
+                for a, b in zip(run.slots[index], reference.slots[index])
+            )
+            if not same or not _alike(reference, run, index):
+                gradients.append((-at, weight.layer))
+        elif not _same_update(reference, run, index, rtol):
+            gradients.append((-at, weight.layer))
+    for found in (buffers, gradients):
+        if found:
+            return min(found)[1], UPDATE
+    return None
+
+
+def _updates(reference, run, index):
+    for each in (run, reference):
+        before, after = (each.values[k][index] for k in (0, 1))
+        yield after.astype("float64") - before
+
+
+def _same_update(reference, run, index, rtol):
+    """Whether an update that is linear in the gradient is the twin's."""
+    a, b = _updates(reference, run, index)
+    size = float(np.max(np.abs(b), initial=0.0))
+    value = float(np.max(np.abs(reference.values[0][index]), initial=0.0))
+    allowed = _LAYER_FACTOR * rtol * size + 4 * _EPSILON * max(1.0, value)
+    return bool(np.max(np.abs(a - b), initial=0.0) <= allowed)
+
+
+def _alike(reference, run, index):
+    """Whether most of an update is the twin's: a few numbers may be noise."""
+    a, b = _updates(reference, run, index)
+    allowed = 0.01 * np.mean(np.abs(b)) + 4 * _EPSILON
+    return bool(np.mean(np.abs(a - b)) <= allowed)
+
+
+def _relative(a, b):
+    return abs(a - b) / abs(b) if b else abs(a)
+
+
+def _of_largest(a, b):
+    """Returns the largest difference, relative to the largest number of b."""
+    a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
+    if a.shape != b.shape:
+        return float("inf")
+    size = float(np.max(np.abs(b), initial=0.0))
+    difference = float(np.max(np.abs(a - b), initial=0.0))
+    return difference / size if size else difference
+
+
+def _nan_first(weight):
+    return np.nan_to_num(weight.difference, nan=np.inf)
