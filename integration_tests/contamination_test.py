@@ -29,8 +29,10 @@ def fresh(tmp_path_factory):
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     names = list(combinations.COMBINATIONS)
-    # Of several processes each starts one, and these join among themselves.
-    together = keras.config.backend() == "torch"
+    # One process that imports, and does nothing else, is forked for each. JAX
+    # has threads by then. Of several processes each starts one, and their
+    # children join among themselves.
+    together = keras.config.backend() != "jax"
     for group in [names] if together else [[name] for name in names]:
         subprocess.run(
             [
