@@ -152,10 +152,9 @@ def main(folder, *names):
     if len(names) == 1:
         np.savez(pathlib.Path(folder, names[0]), **run(*names))
         return
-    if keras.config.backend() == "torch":
-        # Imports what the children would otherwise, each for itself.
-        keras.utils.set_random_seed(0)
-        keras.random.uniform((1,), seed=0)
+    # These import what the children would otherwise, each for itself.
+    keras.utils.set_random_seed(0)
+    keras.random.uniform((1,), seed=0)
     # Outside of the ports that sockets get by themselves.
     port = 10000 + int(os.environ.get("MASTER_PORT", "0")) % 20000
     for index, name in enumerate(names):

@@ -29,10 +29,8 @@ def fresh(tmp_path_factory):
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     names = list(combinations.COMBINATIONS)
-    # One process that imports, and does nothing else, is forked for each. JAX
-    # has threads by then. Of several processes each starts one, and their
-    # children join among themselves.
-    together = keras.config.backend() != "jax"
+    # Of several processes each starts one, and these join among themselves.
+    together = keras.config.backend() == "torch"
     for group in [names] if together else [[name] for name in names]:
         subprocess.run(
             [
