@@ -74,7 +74,14 @@ def make_data(options):
     return x, np.roll(x, -1, axis=1)
 
 
-def train_epoch(model, x, y):
-    """Trains one epoch, the turn of a Keras model, and returns its loss."""
-    history = model.fit(x, y, batch_size=BATCH_SIZE, shuffle=False, verbose=0)
+def train_epoch(model, x, y=None):
+    """Trains one epoch, the turn of a Keras model, and returns its loss.
+
+    Args:
+        model: The compiled model.
+        x: Inputs as an array, or a `tf.data.Dataset` of batches.
+        y: Targets as an array.
+    """
+    arguments = {} if y is None else {"batch_size": BATCH_SIZE}
+    history = model.fit(x, y, shuffle=False, verbose=0, **arguments)
     return history.history["loss"][0]

@@ -86,8 +86,35 @@ class Trainer:
         y = tf.einsum("bhts,bshk->bthk", tf.nn.softmax(scores), value)
         return self._dense("bthk,hkd->btd", y, f"{name}/attention_output")
 
+    def _look_up(self, tokens):
+        """Each device looks up the rows it holds; all of them are summed."""
+        parts = self.mesh.dim_size("model")
+        size = decoder.VOCABULARY // parts
+        flat = tf.reshape(tokens, [-1])
+
+        @tf.custom_gradient
+        def look_up(table):
+            width = table.shape[-1]
+            table = tf.reshape(table, [parts, size, width])
+            local = flat[None, :] - size * tf.range(parts)[:, None]
+            held = tf.logical_and(local >= 0, local < size)
+            rows = tf.gather(
+                table, tf.where(held, local, 0), axis=1, batch_dims=1
+            )
+            rows = tf.where(tf.expand_dims(held, -1), rows, 0.0)
+
+            def gradient(dy):
+                return tf.math.unsorted_segment_sum(
+                    tf.reshape(dy, [-1, width]), flat, decoder.VOCABULARY
+                )
+
+            rows = tf.reduce_sum(rows, 0)
+            return tf.reshape(rows, [*tokens.shape, width]), gradient
+
+        return look_up(self.weights["tokens/embeddings"].read_value())
+
     def _logits(self, tokens):
-        x = tf.gather(self.weights["tokens/embeddings"].read_value(), tokens)
+        x = self._look_up(tokens)
         for i in range(self.layers):
             y = self._normalize(x, f"{i}_norm_a")
             x += self._attend(y, f"{i}_attention")

@@ -1,9 +1,9 @@
 """TensorFlow: keras_tp against a loop written by hand for DTensor.
 
 Both split the same variables in the same places, and both take their batches
-from a `tf.data.Dataset`, pack them for the devices in the loop, and wait for
-the devices at the end of a turn only. The hand-written loop keeps its dataset
-between turns; Keras makes one for each `fit`.
+from one `tf.data.Dataset` and pack them for the devices in the loop. (From
+arrays, Keras makes a dataset for each `fit`, with a distribution or without.)
+The loop by hand waits for the devices at the end of a turn only.
 """
 
 import time
@@ -39,6 +39,6 @@ def make_sides(options):
         return turn
 
     return {
-        "keras_tp": timed(lambda: decoder.train_epoch(model, x, y)),
+        "keras_tp": timed(lambda: decoder.train_epoch(model, batches)),
         "dtensor by hand": timed(lambda: native.train_epoch(batches)),
     }

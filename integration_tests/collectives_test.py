@@ -94,6 +94,19 @@ def test_one_pair_behind_an_embedding(shape):
 
 
 @SHAPES
+def test_a_split_vocabulary(shape):
+    """The rows that were looked up are summed; the table is not gathered."""
+    case = zoo.CASES["embedding_rows"]
+    with harness.model_parallel(case.layouts, shape).scope():
+        model = harness.build(case)
+        model.compile("sgd", case.loss)
+    x, y = harness.data_of(case)
+    rows = {"all_reduce": (1, x.size * zoo.UNITS * 4)}
+    assert counts(model, x, y) == rows
+    assert counts(model, x) == rows
+
+
+@SHAPES
 @pytest.mark.parametrize("stacked", [2, 3])
 def test_stacked_pairs(stacked, shape):
     widths = [(16, 5), (8, 7), (24, 6)][:stacked]

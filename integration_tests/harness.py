@@ -101,17 +101,30 @@ def weights_of(model):
     return values
 
 
-def optimizer(name, case):
+class SummedAdam(keras.optimizers.Adam):
+    """Adam that is given the gradient of a table as one tensor.
+
+    Plain Keras on TensorFlow hands it the parts of a row that was looked up
+    twice, and Adam squares them one by one: its second moments are not those
+    of the gradient. On JAX and torch, and on every mesh, they are.
+    """
+
+    def apply(self, grads, trainable_variables=None):
+        grads = [keras.ops.reshape(grad, grad.shape) for grad in grads]
+        super().apply(grads, trainable_variables)
+
+
+def optimizer(name, case, adam=keras.optimizers.Adam):
     if name == "sgd":
         return keras.optimizers.SGD(case.sgd_rate)
-    return keras.optimizers.Adam(0.003)
+    return adam(0.003)
 
 
-def train(case, model, name):
+def train(case, model, name, **kwargs):
     """Compiles a built model and trains it on one batch, `STEPS` times."""
     x, y = data_of(case)
     initial = weights_of(model)
-    model.compile(optimizer(name, case), case.loss)
+    model.compile(optimizer(name, case, **kwargs), case.loss)
     history = model.fit(
         x,
         y,
@@ -134,7 +147,7 @@ def reference(name, optimizer_name):
     """Trains a model of the zoo on one device, once."""
     assert_plain()
     case = zoo.CASES[name]
-    return train(case, build(case), optimizer_name)
+    return train(case, build(case), optimizer_name, adam=SummedAdam)
 
 
 def split_paths(model):

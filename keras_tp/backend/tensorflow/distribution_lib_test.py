@@ -196,28 +196,3 @@ def test_a_training_loop_of_ones_own(mesh):
     for a, b in zip(keras.tree.flatten(got), keras.tree.flatten(expected)):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert lib.variable_axes(model.layers[0].kernel) == (None, "model")
-
-
-def test_a_saved_model_is_that_of_one_device(mesh, tmp_path):
-    layout_map = dist.LayoutMap(mesh)
-    layout_map[".*up/kernel"] = (None, "model")
-    with dist.ModelParallel(layout_map=layout_map).scope():
-        model = keras.Sequential(
-            [
-                keras.Input((6,)),
-                keras.layers.Dense(4, activation="relu", name="up"),
-                keras.layers.Dropout(0.5),
-                keras.layers.Dense(2),
-            ]
-        )
-        model.compile("adam", "mse")
-    x, y = np.ones((4, 6), "float32"), np.ones((4, 2), "float32")
-    model.fit(x, y, verbose=0)
-    before = model.predict(x, verbose=0)
-    model.export(tmp_path / "saved", verbose=False)
-    loaded = tf.saved_model.load(str(tmp_path / "saved"))
-    np.testing.assert_allclose(loaded.serve(x), before, rtol=1e-6)
-    # And the model goes on as it was.
-    assert lib.variable_axes(model.layers[0].kernel) == (None, "model")
-    np.testing.assert_array_equal(model.predict(x, verbose=0), before)
-    model.fit(x, y, verbose=0)

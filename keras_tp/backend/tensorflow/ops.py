@@ -12,6 +12,7 @@ from tensorflow.experimental import dtensor
 
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.tensorflow import images
+from keras_tp.backend.tensorflow import lookups
 from keras_tp.backend.tensorflow import philox
 from keras_tp.backend.tensorflow import placement
 
@@ -398,6 +399,7 @@ _RULES = [
     ("tensorflow:linalg", "diag_part", diag_part, "DTensor has none"),
     ("tensorflow:linalg", "diag", diag, "DTensor has none"),
     *images.RULES,
+    *lookups.RULES,
     ("tensorflow", "one_hot", one_hot, "DTensor wants whole indices"),
     (
         "tensorflow:nn.experimental",

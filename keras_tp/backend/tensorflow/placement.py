@@ -137,11 +137,14 @@ def place(value, layout):
         return dtensor.relayout(tf.convert_to_tensor(value), layout)
     if not tf.is_tensor(value):
         value = np.asarray(value)
-    return place_parts(
-        lambda part: value[tuple(slice(*ends) for ends in part)],
-        tuple(value.shape),
-        layout,
-    )
+    shape = tuple(value.shape)
+
+    def part_of(part):
+        if part == tuple((0, size) for size in shape):
+            return value
+        return value[tuple(slice(*ends) for ends in part)]
+
+    return place_parts(part_of, shape, layout)
 
 
 def place_parts(part_of, shape, layout):
@@ -233,6 +236,22 @@ def part_from(parts, wanted):
         )
         result[to] = array[source]
     return result
+
+
+def wait(outputs):
+    """Waits for the step that gives some outputs; raises its error.
+
+    Steps that were started after it go on, which reading a DTensor would wait
+    for too. Other threads of Python stand still meanwhile.
+
+    Args:
+        outputs: Structure of what the step returned; its end is that of all.
+    """
+    for value in tf.nest.flatten(outputs):
+        if is_dtensor(value):
+            for part in dtensor.unpack(value):
+                part.numpy()
+            return
 
 
 def to_host(value):

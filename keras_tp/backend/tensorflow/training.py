@@ -96,7 +96,7 @@ def hook_make_function(original):
                     outputs = run(data)
                 finally:
                     # If both steps fail, the first error is the cause.
-                    _wait(before)
+                    placement.wait(before)
                 _running[self] = outputs
             if outputs is None:
                 raise StopIteration
