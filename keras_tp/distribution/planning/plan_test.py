@@ -6,16 +6,9 @@ import numpy as np
 import pytest
 from keras import layers
 
+from integration_tests import harness
 from keras_tp import distribution
 from keras_tp.distribution import ShardingPlan
-
-
-def mesh(shape=(1, 2)):
-    count = int(np.prod(shape))
-    devices = distribution.list_devices()
-    if len(devices) < count:
-        pytest.skip(f"a mesh of {shape} needs {count} devices")
-    return distribution.DeviceMesh(shape, ["batch", "model"], devices[:count])
 
 
 def build():
@@ -27,7 +20,7 @@ def build():
 
 
 def plan(**kwargs):
-    return distribution.plan_sharding(build, mesh(), **kwargs)
+    return distribution.plan_sharding(build, harness.mesh((1, 2)), **kwargs)
 
 
 def test_json_round_trip():
@@ -60,7 +53,7 @@ def test_files_that_are_no_plan(change, message):
 
 def test_a_file_for_another_mesh():
     with pytest.raises(ValueError, match="plan is for a mesh of shape"):
-        ShardingPlan.from_json(plan().to_json(), mesh((2, 1)))
+        ShardingPlan.from_json(plan().to_json(), harness.mesh((2, 1)))
 
 
 def test_an_override_of_two_axes_survives_the_file():
@@ -79,7 +72,7 @@ def test_diff():
 
 
 def test_compare_finds_what_a_map_does_worse():
-    layout_map = distribution.LayoutMap(mesh())
+    layout_map = distribution.LayoutMap(harness.mesh((1, 2)))
     layout_map["up/kernel"] = ("model", None)
     layout_map["down/kernel"] = ("model", None)
     found = dict(plan().compare(layout_map))
@@ -90,7 +83,10 @@ def test_compare_finds_what_a_map_does_worse():
 
 
 def test_memory_is_what_the_devices_hold():
-    made = plan()
+    # On several processes a model is on all of them.
+    made = distribution.plan_sharding(
+        build, harness.mesh(harness.fitted((1, 2)))
+    )
     with made.distribution().scope():
         model = build()
         model.compile("adam", "mse")
