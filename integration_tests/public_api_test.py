@@ -26,7 +26,7 @@ ADDED = {
     ),
     "TensorParallel": (
         "(device_mesh=None, batch_dim_name=None, plan=None, overrides=None, "
-        "strict=False, auto_shard_dataset=True, shard_optimizer=False)"
+        "strict=False, auto_shard_dataset=True)"
     ),
     "verify": (
         "(build_fn, distribution, x, y, steps=5, batch_size=None, seed=0, "

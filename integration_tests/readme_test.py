@@ -38,7 +38,8 @@ def run(command, folder):
 
 @pytest.mark.parametrize("index", range(1, len(SNIPPETS)))
 def test_snippet_runs(index, tmp_path):
-    run([sys.executable, "-c", SNIPPETS[index]], tmp_path)
+    (tmp_path / "train.py").write_text(SNIPPETS[index])
+    run([sys.executable, "train.py"], tmp_path)
 
 
 def test_first_snippet_runs_by_the_command_beside_it(tmp_path):

@@ -55,8 +55,11 @@ class TensorParallel(ModelParallel):
         auto_shard_dataset: Boolean. Whether, where there are several
             processes, each is fed only its part of a dataset. Defaults to
             `True`.
+
+    Attributes:
         shard_optimizer: Boolean. Whether the optimizer's slots are split over
-            the batch axis too; see `ModelParallel`. Defaults to `False`.
+            the batch axis too, to be set before they are made; see
+            `ModelParallel`. `False` at first.
 
     Raises:
         ValueError: if the mesh is not that of the plan, both a plan and
@@ -71,7 +74,6 @@ class TensorParallel(ModelParallel):
         overrides=None,
         strict=False,
         auto_shard_dataset=True,
-        shard_optimizer=False,
     ):
         if plan is not None:
             _check_plan(plan, device_mesh, overrides)
@@ -94,7 +96,6 @@ class TensorParallel(ModelParallel):
             layout_map=layout_map,
             batch_dim_name=batch_dim_name,
             auto_shard_dataset=auto_shard_dataset,
-            shard_optimizer=shard_optimizer,
         )
         # Keras takes the first axis for want of one.
         self._batch_dim_name = batch_dim_name
