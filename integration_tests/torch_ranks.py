@@ -39,6 +39,7 @@ SHARED = [
             "rows_a",
             "rows_b",
             "rows_c",
+            "rows_d",
             "rows_e",
             "saving",
             "torch_data",
