@@ -37,12 +37,17 @@ SHARED = [
             "public_api",
             "residence",
             "rows_a",
+            "rows_b",
+            "rows_c",
+            "rows_d",
+            "rows_e",
             "saving",
             "torch_data",
             "torch_models",
             "torch_ops",
             "torch_shards",
             "training",
+            "zero",
         )
     ),
 ]

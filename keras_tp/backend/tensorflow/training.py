@@ -241,11 +241,11 @@ def generic_if_distributed(name):
     """
 
     def hook(original):
-        generic = getattr(BaseOptimizer, name)
-
         @functools.wraps(original)
         def method(self, *args, **kwargs):
             if variables.is_distributed(self._iterations):
+                # Looked up late: other hooks may have replaced it.
+                generic = getattr(BaseOptimizer, name)
                 return generic(self, *args, **kwargs)
             return original(self, *args, **kwargs)
 
