@@ -50,13 +50,17 @@ def pytest_configure(config):
 SLOW_ON = {
     "jax": (r"planned_models_test\.py::test_training\[2x2-(opt|multi_head)",),
     "tensorflow": (
-        r"parity_test\.py::test_sgd\[\w+-1x2",
+        r"parity_test\.py::test_sgd\[(?!mlp|llama)\w+-1x2",
         r"parity_test\.py::test_sgd\[(?!mlp|gpt2)\w+-1x4",
         r"parity_test\.py::test_adam\[\w+-(1x2|1x4)",
         r"parity_test\.py::test_adam\[(?!mlp|conv2d|lstm|multi_h|gpt2|llama)",
-        r"planned_models_test\.py::test_training\[(2x2-(?!mlp)|1x4-opt-planned)",
+        r"planned_models_test\.py::test_training\[(2x2-(?!mlp)|1x4-opt)",
+        r"planned_models_test\.py::test_shapes_of_models\[nameless",
+        r"rows_a_test\.py::test_a(11|12)_.*\[2\]",
+        r"rows_a_test\.py::test_a18_.*-2\]",
+        r"train_lm_test\.py::test_losses_are_those_of_one_device\[mesh1",
         r"residence_test\.py::test_weights_and_slots\[(?!adam-).*1x4",
-        r"residence_test\.py::.*language_model\[\w+-1x2",
+        r"residence_test\.py::.*language_model\[(gpt2|\w+-1x2)",
         r"contamination_test\.py::.*\[(forwards|backwards)\]",
     ),
 }

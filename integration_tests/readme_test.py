@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import keras
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -14,9 +15,11 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 COMMANDS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
 ENVIRONMENT = {
     **os.environ,
-    "KERAS_BACKEND": "jax",
+    "KERAS_BACKEND": keras.config.backend(),
     "PYTHONPATH": str(ROOT),
+    # What `launch --devices 4` does on JAX, and on TensorFlow.
     "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    "KERAS_TP_CPU_DEVICES": "4",
     # `python` in a command is the one that runs the tests.
     "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
 }
@@ -42,6 +45,10 @@ def test_snippet_runs(index, tmp_path):
     run([sys.executable, "train.py"], tmp_path)
 
 
+@pytest.mark.skipif(
+    keras.config.backend() != "jax",
+    reason="the command runs it on JAX, whichever backend is tested",
+)
 def test_first_snippet_runs_by_the_command_beside_it(tmp_path):
     assert "Save this as `train.py`" in README
     (tmp_path / "train.py").write_text(SNIPPETS[0])

@@ -41,11 +41,6 @@ torch)
         integration_tests/{benchmark,planning,train_lm}_test.py \
         integration_tests/torch_{launch,processes}_test.py
     ;;
-tensorflow)
-    # The rest of integration_tests takes too long for every change.
-    "$PYTHON" -m pytest keras_tp \
-        integration_tests/{bad_input,collectives,planning,saving}_test.py
-    ;;
 *)
     "$PYTHON" -m pytest keras_tp integration_tests
     ;;

@@ -1,4 +1,5 @@
 import contextlib
+import time
 
 import keras
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from keras_tp import distribution as dist
+from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import training
 
 BATCH = 4
@@ -109,6 +111,31 @@ def test_a_batch_is_drawn_while_the_step_before_it_runs():
     # Each epoch ends when its last step has ended.
     assert drawn.at_draws == [False, True, True] * 2
     assert model not in training._running
+
+
+def test_to_wait_for_a_step_is_not_to_wait_for_the_next():
+    @tf.function
+    def short(x):
+        return x + 1.0
+
+    @tf.function
+    def long(x):
+        for _ in range(60):
+            x = tf.nn.softmax(x @ x)
+        return x
+
+    with split().scope():
+        mesh = dist.distribution().device_mesh.backend_mesh
+        x = placement.place_batch(np.ones((512, 512), "float32"), mesh, None)
+        with placement.on_mesh(mesh):
+            for step in (short, long):
+                placement.wait(step(x))
+            start = time.perf_counter()
+            first, second = short(x), long(x)
+            placement.wait({"loss": first})
+            waited = time.perf_counter()
+            placement.wait(second)
+    assert time.perf_counter() - waited > waited - start
 
 
 @pytest.mark.parametrize("bad_batch", [0, 1, 3])
