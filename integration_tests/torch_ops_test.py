@@ -295,6 +295,17 @@ def test_split_classes_are_not_gathered(name, mesh):
         assert counter.total["all_reduce"][0] == 3 + (name == "cross_entropy")
 
 
+def test_the_loss_of_split_samples_stays_split(mesh):
+    loss, (gradient,) = check(
+        lambda x: F.cross_entropy(x, CLASSES[0], reduction="none"),
+        [randn(4, 8)],
+        [(M, None)],
+        mesh,
+    )
+    assert loss.placements[0].is_shard(0)
+    assert gradient.placements[0].is_shard(0)
+
+
 def test_the_mean_of_a_loss_over_split_classes(mesh):
     check(
         lambda x: F.cross_entropy(x, CLASSES),

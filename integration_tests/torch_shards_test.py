@@ -17,6 +17,7 @@ from integration_tests import zoo
 from keras_tp import backend
 from keras_tp import distribution
 from keras_tp.backend.torch import placement
+from keras_tp.backend.torch.collectives import CollectiveCounter
 
 M = "model"
 mesh = torch_ops_test.mesh
@@ -94,8 +95,8 @@ OTHERS = {
         (None,) * 3,
         (M, None),
     ),
-    "summed": (einsum("abc,bd->ad"), (4, 8, 3), (8, 6), (None,) * 3, (None, M)),
-    "broadcast": (einsum("ab,bc->abc"), (4, 1), (8, 6), (None,) * 2, (None, M)),
+    "summed": (einsum("abc,bd->ad"), (4, 8, 3), (8, 8), (None,) * 3, (None, M)),
+    "broadcast": (einsum("ab,bc->abc"), (4, 1), (8, 8), (None,) * 2, (None, M)),
     "two_dims": (einsum("ab,bc->ac"), (4, 8), (8, 6), (M, None), (M, None)),
     "one_of_two": (
         einsum("ab,bc->ac"),
@@ -254,3 +255,20 @@ def test_an_update_in_a_stateless_scope_changes_nothing(mesh):
             not np.array_equal(placement.to_full(a), placement.to_full(b))
             for a, b in zip(after, values)
         )
+
+
+def test_repeated_heads_are_not_gathered(mesh):
+    """3 heads of keys for 12 of queries, on 2 or 4 processes."""
+    size = 4 * 3 * 5 * 4
+    # Made when first asked for, by collectives of its own.
+    assert mesh.backend_mesh is not None
+    with CollectiveCounter() as counter:
+        check(
+            lambda x, y: keras.ops.repeat(x, 4, axis=1) * y,
+            [randn(4, 3, 5), randn(4, 12, 5)],
+            [(None,) * 3, (None, M, None)],
+            mesh,
+        )
+    # The test itself gathers the result.
+    assert tuple(counter.total["all_gather"]) == (1, 4 * size)
+    assert tuple(counter.total["all_reduce"]) == (1, size)

@@ -16,7 +16,7 @@ def build():
     keras.utils.set_random_seed(1)
     inputs = keras.Input((12,))
     bias = keras.initializers.RandomUniform(-0.5, 0.5)
-    x = layers.Dense(10, name="first", bias_initializer=bias)(inputs)
+    x = layers.Dense(12, name="first", bias_initializer=bias)(inputs)
     x = layers.LayerNormalization(name="norm")(x)
     x = layers.Dense(16, activation="relu", name="up", bias_initializer=bias)(x)
     x = layers.Dense(5, name="down", bias_initializer=bias)(x)

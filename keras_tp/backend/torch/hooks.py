@@ -22,6 +22,7 @@ from keras_tp.backend.torch import ops_nn
 from keras_tp.backend.torch import optimizers
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
+from keras_tp.backend.torch import repeats
 from keras_tp.backend.torch import saving
 from keras_tp.backend.torch import values
 
@@ -318,6 +319,12 @@ TABLE = [
             ("matmul", contractions.matmul),
             ("tensordot", contractions.settled),
         )
+    ),
+    Hook(
+        "keras.src.backend.torch.numpy",
+        "repeat",
+        repeats.repeat,
+        "heads that are fewer than the devices can be repeated",
     ),
     *(
         Hook(

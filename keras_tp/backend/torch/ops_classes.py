@@ -136,10 +136,11 @@ def class_loss(op, args, kwargs):
     """Runs `nll_loss` over log probabilities, without a reduction.
 
     Where classes are split, each process has those of some targets; the rest
-    is zero, and all of it is added up. Everything else is computed whole.
+    is zero, and all of it is added up. With class weights, or a reduction, it
+    is computed whole.
     """
     x, target, weight, reduction, ignored = args
-    if not _by_class(x, weight, reduction):
+    if not _by_part(x, weight, reduction):
         return parts.replicated(op, args, kwargs)
     split = _Split(x, 1)
     local = split.part(x)
@@ -161,7 +162,7 @@ def class_loss(op, args, kwargs):
 def class_loss_backward(op, args, kwargs):
     """Returns the gradient of `class_loss`; nothing is communicated."""
     gradient, x, target, weight, reduction, ignored = args[:6]
-    if not _by_class(x, weight, reduction):
+    if not _by_part(x, weight, reduction):
         return parts.replicated(op, args, kwargs)
     split = _Split(x, 1)
     local = split.part(x)
@@ -174,10 +175,10 @@ def class_loss_backward(op, args, kwargs):
     return split.whole(torch.zeros_like(local).scatter(1, index, values))
 
 
-def _by_class(x, weight, reduction):
+def _by_part(x, weight, reduction):
+    split = isinstance(x, DTensor) and any(p.is_shard() for p in x.placements)
     # 0 stands for "none": Keras weights and reduces by itself.
-    split = isinstance(x, DTensor) and Shard(1) in x.placements
-    return split and weight is None and reduction == 0
+    return split and x.ndim > 1 and weight is None and reduction == 0
 
 
 def _held(local, target, split, ignored):

@@ -144,9 +144,10 @@ class _Text(html.parser.HTMLParser):
 
 
 def test_page(tmp_path):
-    plan().to_html(tmp_path / "plan.html")
+    path = harness.own_folder(tmp_path) / "plan.html"
+    plan().to_html(path)
     parser = _Text()
-    parser.feed((tmp_path / "plan.html").read_text(encoding="utf-8"))
+    parser.feed(path.read_text(encoding="utf-8"))
     assert not parser.open
     text = " ".join(parser.text)
     for part in ("up", "16 model", "normalized over this dim", "160 B"):
