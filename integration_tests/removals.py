@@ -44,8 +44,9 @@ TESTS = {
         "keras_tp/backend/tensorflow",
         "keras_tp/distribution",
         "integration_tests/bad_input_test.py",
+        "integration_tests/collectives_test.py",
         "integration_tests/saving_test.py",
-        "integration_tests/training_test.py",
+        "integration_tests/residence_test.py",
     ),
     "torch": (
         "keras_tp/backend/torch/initial_values_test.py",

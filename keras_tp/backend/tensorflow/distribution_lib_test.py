@@ -106,6 +106,15 @@ def test_assigning_keeps_the_layout(mesh):
     assert lib.variable_axes(variable) == ("model", None)
 
 
+def test_what_is_laid_out_is_read_whole(mesh):
+    array = np.arange(24, dtype="float32").reshape(4, 6)
+    layout = dist.TensorLayout(("batch", "model"), mesh)
+    keras_tp.install()
+    placed = dist.distribute_tensor(array, layout)
+    assert dtensor.fetch_layout(placed).sharding_specs == ["batch", "model"]
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(placed), array)
+
+
 def test_a_dim_over_two_mesh_axes_is_refused(mesh):
     layout = dist.TensorLayout((("batch", "model"), None), mesh)
     with pytest.raises(ValueError, match="several mesh axes.*Received"):

@@ -70,18 +70,11 @@ TABLE = [
         )
         for name in ("assign_add", "assign_sub")
     ),
-    *(
-        Hook(
-            owner,
-            "convert_to_numpy",
-            variables.hook_convert_to_numpy,
-            "the parts of a tensor are put together on the host",
-        )
-        for owner in (
-            "keras.src.backend.tensorflow.core",
-            "keras.src.backend.tensorflow",
-            "keras.src.backend",
-        )
+    Hook(
+        "keras.src.backend",
+        "convert_to_numpy",
+        variables.hook_convert_to_numpy,
+        "the parts of a tensor are put together on the host",
     ),
     Hook(
         _TRAINER,

@@ -373,8 +373,6 @@ def decline(original, *args, **kwargs):
     raise NotImplementedError
 
 
-_RNN = "keras.src.backend.tensorflow.rnn"
-_KERAS = ("keras.src.backend.tensorflow", "keras.src.backend")
 _MASKS = "random numbers are those of one device on every mesh"
 
 _RULES = [
@@ -420,14 +418,10 @@ _RULES = [
             "stateless_binomial": _refused("stateless_binomial"),
         }.items()
     ),
+    ("keras.src.backend", "rnn", rnn, "recurrent layers are unrolled"),
     *(
-        (owner, "rnn", rnn, "recurrent layers are unrolled")
-        for owner in (_RNN, *_KERAS)
-    ),
-    *(
-        (owner, name, decline, "the cells compute, not a fused kernel")
+        ("keras.src.backend", name, decline, "cells compute, no fused kernel")
         for name in ("lstm", "gru")
-        for owner in (_RNN, *_KERAS)
     ),
 ]
 
