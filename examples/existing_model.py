@@ -43,10 +43,9 @@ def main():
     print("losses", history.history["loss"])
 
     # And back to one device.
-    if keras.config.backend() != "torch":
-        one = distribution.DataParallel(devices=["cpu:0"])
-        distribution.distribute_model(model, one)
-        print("on one device", model.evaluate(x, y, verbose=0))
+    one = distribution.DataParallel(devices=["cpu:0"])
+    distribution.distribute_model(model, one)
+    print("on one device", model.evaluate(x, y, verbose=0))
 
 
 if __name__ == "__main__":
