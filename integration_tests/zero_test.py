@@ -142,3 +142,25 @@ def test_b3_what_is_communicated(shape):
     else:
         want = {"all_reduce": 2 + others, "all_gather": 2}
     assert sent == want
+
+
+@SHAPES
+def test_fully_sharded(shape):
+    """The weights themselves over the batch axis too, as in FSDP (ZeRO-3)."""
+    want_losses, want = reference("adam")
+    layouts = {
+        "up/kernel": ("batch", "model"),
+        "down/kernel": ("model", "batch"),
+    }
+    with harness.model_parallel(layouts, shape).scope():
+        model = network()
+    losses, got = trained(model, OPTIMIZERS["adam"])
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    for path, value in want.items():
+        np.testing.assert_allclose(got[path], value, atol=1e-5, err_msg=path)
+    assert_slots_are_split(model, shape[0] * shape[1])
+    for row in distribution.describe(model).rows:
+        if row.role == "weight":
+            assert set(row.device_bytes.values()) == {
+                row.bytes // (shape[0] * shape[1])
+            }
