@@ -45,6 +45,9 @@ def test_training(name, how, shape):
     # What follows the model's last pair is next to nothing.
     assert planned_split(parallel) ^ case.split <= {"head/kernel", "head/bias"}
     assert harness.split_paths(model) == planned_split(parallel)
+    rows = distribution.describe(model).rows
+    held = [max(r.device_bytes.values()) for r in rows if r.role == "weight"]
+    assert parallel.plan.memory(zoo.BATCH, 8)["parameters"] == sum(held)
     if how is planned:
         assert born == planned_split(parallel)
     else:
