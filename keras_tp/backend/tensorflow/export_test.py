@@ -16,6 +16,8 @@ FEATURES = 12
 SERVED = 3
 
 SPLIT = {
+    "images/kernel": (None, None, None, "model"),
+    "images/bias": ("model",),
     "up/kernel": (None, "model"),
     "up/bias": ("model",),
     "down/kernel": ("model", None),
@@ -50,7 +52,11 @@ assert "keras_tp" not in sys.modules
 def network():
     keras.utils.set_random_seed(1)
     inputs = keras.Input((FEATURES,))
-    x = layers.Dense(16, "gelu", bias_initializer="normal", name="up")(inputs)
+    # On a mesh it is made of other operations.
+    x = layers.Reshape((3, 2, 2), name="reshape")(inputs)
+    x = layers.Conv2D(4, 2, bias_initializer="normal", name="images")(x)
+    x = layers.Flatten(name="flatten")(x)
+    x = layers.Dense(16, "gelu", bias_initializer="normal", name="up")(x)
     x = layers.BatchNormalization(name="norm")(x)
     x = layers.Dropout(0.5, name="drop")(x)
     x = layers.Dense(5, bias_initializer="normal", name="down")(x)
