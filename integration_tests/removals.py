@@ -55,6 +55,7 @@ TESTS = {
         "integration_tests/torch_data_test.py",
         "integration_tests/torch_models_test.py",
         "integration_tests/torch_shards_test.py",
+        "integration_tests/zero_test.py",
         "integration_tests/collectives_test.py",
         "integration_tests/bad_input_test.py",
         "integration_tests/saving_test.py",

@@ -38,7 +38,7 @@ torch)
     # What needs several devices runs in the processes that one of these
     # launches: KERAS_TP_TORCH_DEVICES of them, 2 by default.
     "$PYTHON" -m pytest keras_tp/backend keras_tp/launch_test.py \
-        integration_tests/{benchmark,planning,train_lm}_test.py \
+        integration_tests/{benchmark,examples,planning,train_lm}_test.py \
         integration_tests/torch_{launch,processes}_test.py
     ;;
 *)
