@@ -158,6 +158,10 @@ ENDS = {
 }
 
 
+# Processes wait for one that does not come.
+WAITING = ("save", "weights")
+
+
 @pytest.fixture
 def script(tmp_path):
     path = tmp_path / "keras_tp_script_of_a_test.py"
@@ -195,12 +199,8 @@ def ends(tmp_path_factory):
             str(folder / "m.keras"),
             devices=2,
             timeout=150,
-            # By default 45, of which a busy machine makes more than a minute.
-            **(
-                {"KERAS_TP_TIMEOUT": "25"}
-                if what in ("save", "weights")
-                else {}
-            ),
+            # 45 by default, of which a busy machine makes over a minute.
+            **({"KERAS_TP_TIMEOUT": "25"} if what in WAITING else {}),
         )
         began = script.with_suffix(".began").stat().st_mtime
         return str(script), result, time.time() - began
