@@ -26,6 +26,11 @@ def attention(k, x):
     return layers.MultiHeadAttention(4, 8, name=f"attention_{k}")(x, x)
 
 
+def grouped(k, x):
+    """Heads of keys that are fewer than four devices."""
+    return layers.GroupQueryAttention(8, 8, 2, name=f"attention_{k}")(x, x)
+
+
 def gated(k, x):
     gate = layers.Dense(24, activation="silu", name=f"gate_{k}")(x)
     x = gate * layers.Dense(24, name=f"wide_{k}")(x)
