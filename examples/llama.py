@@ -51,9 +51,6 @@ def main():
     history = model.fit(x, tokens[:, 1:], batch_size=16, epochs=20, verbose=0)
     print("losses", history.history["loss"][::5])
     print("sends", distribution.count_collectives(model, x, tokens[:, 1:]))
-    if keras.config.backend() == "tensorflow":
-        print("KerasHub's generate does not run sharded on TensorFlow.")
-        return
     prompt = {
         "token_ids": tokens[:1, :-1],
         "padding_mask": (np.arange(LENGTH) < 4)[None].astype("int32"),

@@ -48,8 +48,14 @@ def pytest_configure(config):
 # What CI leaves out on a backend that needs too long for all: patterns of test
 # names. At least one instance of each claim stays.
 SLOW_ON = {
-    "jax": (r"planned_models_test\.py::test_training\[2x2-(opt|multi_head)",),
+    "jax": (
+        r"planned_models_test\.py::test_training\[2x2-(opt|multi_head)",
+        r"generate_test\.py::.*one_device\[(2-(?!opt)|4-(?!llama))",
+        r"generate_test\.py::test_tokens_that_are_drawn\[2\]",
+    ),
     "tensorflow": (
+        r"generate_test\.py::.*one_device\[(2-(?!opt)|4-(?!llama))",
+        r"generate_test\.py::test_tokens_that_are_drawn\[2\]",
         r"parity_test\.py::test_sgd\[(?!mlp|llama)\w+-1x2",
         r"parity_test\.py::test_sgd\[(?!mlp|gpt2)\w+-1x4",
         r"parity_test\.py::test_adam\[\w+-(1x2|1x4)",

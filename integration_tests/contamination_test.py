@@ -59,8 +59,11 @@ def attributes():
         dist.distribution_lib.TABLE + keras_tp.distribution.model_hooks.TABLE
     )
     lib = importlib.import_module("keras_tp.backend").distribution_lib
-    owners = [(hook.resolve(), hook.attribute) for hook in table]
-    owners += [(h.resolve(), h.attribute) for h in lib.hook_table()]
+    owners = [
+        (hook.resolve(), hook.attribute)
+        for hook in table + lib.hook_table()
+        if hook.is_due()
+    ]
     return [
         # Some are not there before: a backend's module that lacks them.
         (owner, name, vars(owner).get(name), getattr(owner, name, None))

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -15,7 +16,44 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", ["custom_layer", "existing_model", "llama"])
+def _numbers(output, name):
+    """Returns the numbers in the line that begins with a word."""
+    (line,) = re.findall(rf"^.*\b{name} (.*)$", output, re.MULTILINE)
+    return [float(n) for n in re.findall(r"[\d.]+(?:e-?\d+)?", line)]
+
+
+def _check_custom_layer(output):
+    assert "No difference" in output or "passed" in output
+
+
+def _check_existing_model(output):
+    assert _numbers(output, "outputs differ by")[0] < 1e-5
+    # Half of what one device would hold, and a little that is whole.
+    held, total = map(
+        float, re.search(r"cpu:1: ([\d.]+) KiB of ([\d.]+)", output).groups()
+    )
+    assert total / 2 < held < 0.51 * total
+    losses = _numbers(output, "losses")
+    assert losses == sorted(losses, reverse=True)
+    assert _numbers(output, "on one device")[0] < losses[-1]
+
+
+def _check_llama(output):
+    losses = _numbers(output, "losses")
+    assert losses[-1] < 0.01 * losses[0]
+    # It has learned to count.
+    tokens = _numbers(output, "sample")
+    assert tokens == [(tokens[0] + k) % 64 for k in range(16)]
+
+
+CHECKS = {
+    "custom_layer": _check_custom_layer,
+    "existing_model": _check_existing_model,
+    "llama": _check_llama,
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
 def test_example(name, tmp_path):
     # It has to make its own devices, not to find those of the tests.
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
@@ -31,4 +69,4 @@ def test_example(name, tmp_path):
         timeout=300,
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout
+    CHECKS[name](result.stdout)

@@ -62,6 +62,8 @@ def test_losses_are_those_of_one_device(mesh, plain, tmp_path):
     # It did train, and on text that does not depend on the mesh.
     assert log["losses"][-1] < log["losses"][0] - 0.1
     assert log["unigram_entropy"] == expected["unigram_entropy"]
+    assert len(log["sample"]) == 64
+    assert log["sample"] == expected["sample"]
     # It really was split, and no weight was gathered.
     assert log["collectives"]["all_gather"] == [0, 0]
     assert log["collectives"]["all_reduce"][0] > 0
@@ -97,5 +99,6 @@ def _check_output(output, log):
     assert "Sharding of byte_lm" in output
     count, _ = log["collectives"]["all_reduce"]
     assert re.search(rf"all_reduce\W+{count}\b", output), output[-2000:]
+    assert f"Generated: {bytes(log['sample'][32:])}" in output
     for value in (log["val_loss"], log["unigram_entropy"]):
         assert f"{value:.4f} nats per byte" in output

@@ -232,34 +232,6 @@ def test_its_file_is_that_of_the_plain_model(kind, tmp_path):
     assert type(model.from_config(model.get_config())) is type(plain)
 
 
-@pytest.mark.xfail(
-    keras.config.backend() == "tensorflow",
-    reason="KerasHub hands `generate` tensors that are not on the mesh",
-    strict=True,
-)
-@WORLDS
-def test_generate_gives_the_tokens_of_one_device(shape):
-    harness.mesh(shape, ["model"])
-    rng = np.random.default_rng(2)
-    prompt = {
-        "token_ids": rng.integers(1, 48, (3, 12)).astype("int32"),
-        "padding_mask": np.array([[1] * 4 + [0] * 8] * 3, "int32"),
-    }
-    plain, model = trained("opt"), trained("opt")
-    for variable, other in zip(plain.weights, model.weights, strict=True):
-        # Or all tokens are alike.
-        value = rng.normal(size=variable.shape).astype("float32")
-        variable.assign(value)
-        other.assign(value)
-    want = plain.generate(prompt, stop_token_ids=None)["token_ids"]
-    assert len(np.unique(want[:, 4:])) > 3
-    # Compiled before, for the layouts of one device.
-    model.generate(prompt, stop_token_ids=None)
-    TensorParallelKeras(model, world_size=shape[0])
-    got = model.generate(prompt, stop_token_ids=None)["token_ids"]
-    np.testing.assert_array_equal(got, want)
-
-
 def test_all_devices_there_are_is_the_default():
     model = TensorParallelKeras(built("sequential"))
     assert list(model.device_ids) == dist.list_devices()

@@ -2,6 +2,7 @@
 
 import collections
 import importlib
+import sys
 
 import keras
 
@@ -11,13 +12,14 @@ NEXT_KERAS = (3, 16)
 
 _ABSENT = object()
 _installed = []
+_waiting = []
 
 
 class Hook(
     collections.namedtuple(
         "Hook",
-        ["owner", "attribute", "replace", "why", "adds"],
-        defaults=[False],
+        ["owner", "attribute", "replace", "why", "adds", "waits"],
+        defaults=[False, False],
     )
 ):
     """One row of a hook table.
@@ -32,7 +34,14 @@ class Hook(
         adds: Boolean. Whether the attribute may be absent, as where Keras's
             module for a backend lacks a function that others have; then
             `replace` is given `None`. Defaults to `False`.
+        waits: Boolean. Whether the module may not be there, as those of
+            KerasHub, and is left alone until somebody has imported it.
+            Defaults to `False`.
     """
+
+    def is_due(self):
+        """Returns whether the attribute can be replaced now."""
+        return not self.waits or self.owner.partition(":")[0] in sys.modules
 
     def resolve(self):
         """Returns the live object that owns the attribute."""
@@ -43,11 +52,13 @@ class Hook(
         if owner is _ABSENT or not (
             self.adds or hasattr(owner, self.attribute)
         ):
+            package = "Keras"
+            if self.waits:
+                package = f"{module.partition('.')[0]}, beside Keras"
             raise RuntimeError(
-                f"Keras {keras.__version__} has no {self.owner}."
+                f"{package} {keras.__version__}, has no {self.owner}."
                 f"{self.attribute}, which keras_tp hooks so that {self.why}. "
-                "Keras moved it: keras_tp needs a release made for this "
-                "version of Keras."
+                "It was moved: keras_tp needs a release made for this version."
             )
         return owner
 
@@ -72,7 +83,21 @@ def install(table):
     if _installed:
         return
     check_keras_version()
-    for hook, owner in [(hook, hook.resolve()) for hook in table]:
+    due = [(hook, hook.resolve()) for hook in table if hook.is_due()]
+    _replace(due)
+    _waiting.extend(hook for hook in table if not hook.is_due())
+
+
+def install_imported():
+    """Replaces what was waited for, if its module is there by now."""
+    due = [hook for hook in _waiting if hook.is_due()]
+    for hook in due:
+        _replace([(hook, hook.resolve())])
+        _waiting.remove(hook)
+
+
+def _replace(hooks_and_owners):
+    for hook, owner in hooks_and_owners:
         # An inherited attribute is absent from the owner itself, and has to
         # be absent again afterwards.
         own = vars(owner).get(hook.attribute, _ABSENT)
@@ -83,6 +108,7 @@ def install(table):
 
 def uninstall():
     """Puts every replaced attribute back, the last one first."""
+    _waiting.clear()
     while _installed:
         owner, attribute, own = _installed.pop()
         if own is _ABSENT:

@@ -1,3 +1,4 @@
+import sys
 import types
 
 import keras
@@ -75,4 +76,36 @@ def test_every_row_says_why():
 
     for hook in model_hooks.TABLE + distribution_lib.hook_table():
         assert hook.why and hook.why[-1] not in "."
-        hook.resolve()
+        if hook.is_due():
+            hook.resolve()
+
+
+def test_what_waits_is_replaced_once_it_is_imported(monkeypatch):
+    module = types.ModuleType("some_models")
+    module.Model = type("Model", (), {"generate": lambda self: 3})
+    original = module.Model.generate
+    row = Hook(
+        "some_models:Model", "generate", call_inner, "a test", waits=True
+    )
+    hooks.install([row])
+    hooks.install_imported()
+    assert hooks.is_installed() is False
+    monkeypatch.setitem(sys.modules, "some_models", module)
+    hooks.install_imported()
+    replaced = module.Model.generate
+    assert replaced is not original
+    hooks.install_imported()
+    assert module.Model.generate is replaced
+    hooks.uninstall()
+    assert module.Model.generate is original
+    hooks.install_imported()
+    assert module.Model.generate is original
+
+
+def test_what_waits_and_has_moved_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "some_models", types.ModuleType("x"))
+    row = Hook(
+        "some_models:Model", "generate", call_inner, "it works", waits=True
+    )
+    with pytest.raises(RuntimeError, match="some_models:Model.generate"):
+        hooks.install([row])

@@ -386,6 +386,7 @@ def install():
     `Distribution.scope` call this by themselves.
     """
     if hooks.is_installed():
+        hooks.install_imported()
         return
     lib = backend.distribution_lib
     lib.activate()

@@ -11,6 +11,7 @@ from keras.src.models.model import Model
 from keras.src.utils.backend_utils import in_tf_graph
 
 from keras_tp import backend
+from keras_tp.backend import hooks
 from keras_tp.backend.hooks import Hook
 from keras_tp.distribution import checkpoint
 from keras_tp.distribution import origin
@@ -125,6 +126,9 @@ def state_of(model):
     for variable in model.variables:
         if id(variable) not in weights:
             yield variable, origin.SEED
+    # KerasHub's sampler draws the tokens that `generate` returns.
+    for variable in getattr(getattr(model, "sampler", None), "variables", ()):
+        yield variable, origin.SEED
     for variable in model.metrics_variables:
         yield variable, origin.METRIC
     if getattr(model, "optimizer", None) is not None:
@@ -152,6 +156,8 @@ def _hook_entry_point(original):
 def _hook_compile(original):
     @functools.wraps(original)
     def compile(self, *args, **kwargs):
+        # A task of KerasHub compiles itself when it is made.
+        hooks.install_imported()
         with entered(self):
             if self.built:
                 check_model(self)
@@ -267,6 +273,13 @@ TABLE = [
             "save_weights",
             "export",
         )
+    ),
+    Hook(
+        "keras_hub.src.models.causal_lm:CausalLM",
+        "generate",
+        _hook_entry_point,
+        "a model of KerasHub generates under its own distribution",
+        waits=True,
     ),
     # Not on Model: Keras compares a model's `compile` with this one to see
     # whether it was overridden.

@@ -103,6 +103,8 @@ def test_assigning_keeps_the_layout(mesh):
     variable.assign(value)
     variable.assign_add(np.ones((4, 6)))
     np.testing.assert_allclose(variable.numpy(), value + 1, rtol=1e-6)
+    variable.assign_sub(np.full((4, 6), 3.0))
+    np.testing.assert_allclose(variable.numpy(), value - 2, rtol=1e-5)
     assert lib.variable_axes(variable) == ("model", None)
 
 
@@ -113,6 +115,26 @@ def test_what_is_laid_out_is_read_whole(mesh):
     placed = dist.distribute_tensor(array, layout)
     assert dtensor.fetch_layout(placed).sharding_specs == ["batch", "model"]
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(placed), array)
+
+
+def test_keras_finds_here_what_its_own_module_lacks():
+    """Code that uses `keras.distribution` itself, once it is installed."""
+    keras_tp.install()
+    api = keras.distribution
+    assert api.get_device_count("cpu") == len(dist.list_devices("cpu"))
+    devices = dist.list_devices()[:4]
+    mesh = api.DeviceMesh((2, 2), ["batch", "model"], devices)
+    layout = api.TensorLayout((None, "model"), mesh)
+    assert layout.backend_layout.sharding_specs == ["unsharded", "model"]
+    array = np.arange(24, dtype="float32").reshape(4, 6)
+    placed = api.distribute_tensor(array, layout)
+    assert dtensor.fetch_layout(placed) == layout.backend_layout
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(placed), array)
+    # Keras asks for these only where there are several processes.
+    keras_lib = keras.src.backend.distribution_lib
+    assert (keras_lib.num_processes(), keras_lib.process_id()) == (1, 0)
+    with pytest.raises(ValueError, match="Received"):
+        api.initialize("localhost:1", num_processes=2, process_id=7)
 
 
 def test_a_dim_over_two_mesh_axes_is_refused(mesh):

@@ -59,17 +59,9 @@ REFUSED = {
         VECTORS,
         lambda x: ops.segment_max(x, ops.array([0, 0, 1, 2]), 3),
     ),
-    "XlaDynamicUpdateSlice": (
-        VECTORS,
-        lambda x: ops.slice_update(x, (1, 1), ops.ones((2, 2))),
-    ),
     "stateless_binomial": (
         VECTORS,
         lambda x: x + keras.random.binomial((4, 6), 2.0, 0.5, seed=1),
-    ),
-    "stateless_categorical": (
-        VECTORS,
-        lambda x: keras.random.categorical(x, 2, seed=1),
     ),
     "stateless_gamma": (
         VECTORS,

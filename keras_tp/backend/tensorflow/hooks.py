@@ -1,6 +1,7 @@
 """What keras_tp replaces in Keras on TensorFlow."""
 
 from keras_tp.backend.hooks import Hook
+from keras_tp.backend.tensorflow import generation
 from keras_tp.backend.tensorflow import ops
 from keras_tp.backend.tensorflow import training
 from keras_tp.backend.tensorflow import variables
@@ -87,6 +88,13 @@ TABLE = [
         "make_predict_function",
         training.hook_make_predict_function,
         "predict steps run on the mesh",
+    ),
+    Hook(
+        "keras_hub.src.models.causal_lm:CausalLM",
+        "make_generate_function",
+        generation.hook_make_generate_function,
+        "KerasHub's generate runs on the mesh",
+        waits=True,
     ),
     Hook(
         _TRAINER,

@@ -101,14 +101,6 @@ def _lay_out(image, channel_axis):
     return dtensor.relayout(image, dtensor.Layout(specs, mesh))
 
 
-def _lay_out_kernel(kernel, axes):
-    specs = [dtensor.UNSHARDED] * (len(kernel.shape) - 2)
-    specs += [axis or dtensor.UNSHARDED for axis in axes]
-    return dtensor.relayout(
-        kernel, dtensor.Layout(specs, placement.current_mesh())
-    )
-
-
 def _check_channels_last(what, data_format, padding):
     first = data_format is not None and data_format.startswith("NC")
     if first or not isinstance(padding, str):
@@ -173,7 +165,7 @@ def convolution(
 
     @tf.custom_gradient
     def convolve(x, kernel):
-        x, kernel = _lay_out(x, axes[0]), _lay_out_kernel(kernel, axes)
+        x = _lay_out(x, axes[0])
         y = windows.correlate(x, kernel, window)
 
         def gradient(dy):
@@ -181,7 +173,7 @@ def convolution(
             dx = windows.spread(dy, kernel, window, x.shape[1:-1])
             return (
                 _lay_out(dx, axes[0]),
-                _lay_out_kernel(windows.kernel_gradient(x, dy, window), axes),
+                windows.kernel_gradient(x, dy, window),
             )
 
         return _lay_out(y, axes[1]), gradient
@@ -221,7 +213,7 @@ def conv_transpose(
 
     @tf.custom_gradient
     def convolve(y, kernel):
-        y, kernel = _lay_out(y, axes[1]), _lay_out_kernel(kernel, axes)
+        y = _lay_out(y, axes[1])
         x = windows.spread(y, kernel, window, image)
 
         def gradient(dx):
@@ -229,7 +221,7 @@ def conv_transpose(
             dy = windows.correlate(dx, kernel, window)
             return (
                 _lay_out(dy, axes[1]),
-                _lay_out_kernel(windows.kernel_gradient(dx, y, window), axes),
+                windows.kernel_gradient(dx, y, window),
             )
 
         return _lay_out(x, axes[0]), gradient

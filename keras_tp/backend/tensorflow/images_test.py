@@ -159,6 +159,23 @@ def test_split_kernels_of_transposed_convolutions(name):
     check(size, layer, row, column=False)
 
 
+@pytest.mark.parametrize("layer", [layers.Conv2D, layers.Conv2DTranspose])
+def test_rows_of_an_image_that_is_whole(layer):
+    """Each device takes its channels; the gradient is put together."""
+
+    def convolution():
+        return layer(4, 3, padding="same", activation="relu")
+
+    axes = ("model", None) if layer is layers.Conv2D else (None, "model")
+    expected = train(build(IMAGE, convolution))
+    with model_parallel({".*convolution/kernel": (None, None, *axes)}).scope():
+        model = build(IMAGE, convolution)
+    for actual, wanted in zip(train(model), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-6)
+    counts = dist.count_collectives(model, *data(model))
+    assert counts["all_reduce"][0] == 1
+
+
 def pair():
     keras.utils.set_random_seed(1)
     return keras.Sequential(

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.hooks import Hook
+from keras_tp.backend.tensorflow import generation
 from keras_tp.backend.tensorflow import images
 from keras_tp.backend.tensorflow import lookups
 from keras_tp.backend.tensorflow import philox
@@ -140,8 +141,10 @@ def getitem(original, x, index, *args):
 def squeeze(original, input, axis=None, name=None):  # noqa: A002
     """A reshape: DTensor's own may keep the shape of the whole tensor."""
     x = tf.convert_to_tensor(input)
-    if axis is None or not x.shape.is_fully_defined():
+    if not x.shape.is_fully_defined():
         return original(x, axis, name)
+    if axis is None:
+        axis = [dim for dim, size in enumerate(x.shape) if size == 1]
     axes = axis if isinstance(axis, (list, tuple)) else [axis]
     axes = {int(dim) % len(x.shape) for dim in axes}
     if any(x.shape[dim] != 1 for dim in axes):
@@ -396,6 +399,7 @@ _RULES = [
     ("tensorflow:linalg", "band_part", band_part, "DTensor has none"),
     ("tensorflow:linalg", "diag_part", diag_part, "DTensor has none"),
     ("tensorflow:linalg", "diag", diag, "DTensor has none"),
+    *generation.RULES,
     *images.RULES,
     *lookups.RULES,
     ("tensorflow", "one_hot", one_hot, "DTensor wants whole indices"),
@@ -413,7 +417,6 @@ _RULES = [
             "stateless_truncated_normal": _refused(
                 "stateless_truncated_normal"
             ),
-            "stateless_categorical": _refused("stateless_categorical"),
             "stateless_gamma": _refused("stateless_gamma"),
             "stateless_binomial": _refused("stateless_binomial"),
         }.items()

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from tensorflow.experimental import dtensor
 
+import keras_tp
 from keras_tp import distribution as dist
 from keras_tp.backend.tensorflow import placement
 
@@ -236,3 +238,33 @@ def test_random_numbers_without_a_rule_are_refused():
             model.predict(np.ones((4, 6)), verbose=0)
     for text in ("stateless_truncated_normal", "data pipeline"):
         assert text in str(e.value)
+
+
+def test_cells_are_not_handed_to_a_fused_kernel():
+    """Whatever is asked of it: on a GPU it would be there."""
+    mesh = dist.DeviceMesh((2,), ["model"], dist.list_devices()[:2])
+    keras_tp.install()
+    for name in ("lstm", "gru"):
+        function = getattr(keras.src.backend, name)
+        with pytest.raises(TypeError):
+            function()
+        with placement.on_mesh(mesh.backend_mesh):
+            with pytest.raises(NotImplementedError):
+                function()
+
+
+@pytest.mark.parametrize("axis", [None, 0, (0, 2), -1])
+def test_squeezed_dims(axis):
+    value = np.arange(6, dtype="float32").reshape(1, 6, 1)
+    if axis == -1:
+        value = value.reshape(6, 1)
+    expected = np.squeeze(value, axis)
+    mesh = dist.DeviceMesh((2,), ["model"], dist.list_devices()[:2])
+    mesh = mesh.backend_mesh
+    specs = ["model" if size > 1 else "unsharded" for size in value.shape]
+    keras_tp.install()
+    placed = placement.place(value, dtensor.Layout(specs, mesh))
+    with placement.on_mesh(mesh):
+        found = tf.function(lambda x: keras.ops.squeeze(x, axis))(placed)
+    assert "model" in dtensor.fetch_layout(found).sharding_specs
+    np.testing.assert_array_equal(placement.read(found), expected)

@@ -19,7 +19,7 @@ from keras_tp.backend.tensorflow import variables
 _running = weakref.WeakKeyDictionary()
 
 
-def _wait(outputs):
+def to_host(outputs):
     """Returns DTensors as plain tensors; raises the error of their step."""
     return tree.map_structure(placement.to_host, outputs)
 
@@ -47,15 +47,7 @@ def step_on_mesh(model, step):
         Callable that is given a batch as the data pipeline yields it. It does
         not wait for what it returns, which are DTensors.
     """
-    current = distribution()
-    mesh, axis = _mesh_and_axis(current)
-    if model.jit_compile and not model.run_eagerly:
-        raise ValueError(
-            "DTensor expands a step into one program for each device and "
-            "cannot hand it to XLA as a whole: compile model "
-            f"{model.name!r} with `jit_compile=False` to train it under a "
-            "distribution. Received: jit_compile=True"
-        )
+    refuse_jit_compile(model)
 
     @tf.autograph.experimental.do_not_convert
     def one_step(data):
@@ -65,11 +57,33 @@ def step_on_mesh(model, step):
         # Shapes stay known: the rules of operations need them, and a last
         # batch of another size is traced once.
         one_step = tf.function(one_step, reduce_retracing=False)
+    return run_on_mesh(one_step)
 
-    def run(data):
+
+def refuse_jit_compile(model):
+    """Raises `ValueError` if a model was compiled for XLA."""
+    if model.jit_compile and not model.run_eagerly:
+        raise ValueError(
+            "DTensor expands a step into one program for each device and "
+            "cannot hand it to XLA as a whole: compile model "
+            f"{model.name!r} with `jit_compile=False` to train it under a "
+            "distribution. Received: jit_compile=True"
+        )
+
+
+def run_on_mesh(step):
+    """Returns a function of a batch that runs on the current mesh.
+
+    Args:
+        step: Callable that is given a batch on the devices of the mesh.
+    """
+    current = distribution()
+    mesh, axis = _mesh_and_axis(current)
+
+    def run(data, **kwargs):
         data = place_data(data, current)
-        with placement.on_mesh(mesh, axis), errors.explained(one_step):
-            return one_step(data)
+        with placement.on_mesh(mesh, axis), errors.explained(step):
+            return step(data, **kwargs)
 
     return run
 
@@ -103,7 +117,7 @@ def hook_make_function(original):
             if isinstance(iterator, tf.data.Iterator):
                 return outputs
             # The batch of `train_on_batch` or `test_on_batch`: none follows.
-            return _wait(_running.pop(self))
+            return to_host(_running.pop(self))
 
         return function
 
@@ -122,7 +136,7 @@ def hook_make_predict_function(original):
         run = step_on_mesh(self, self.predict_step)
 
         def predict_function(data):
-            outputs = [_wait(run(batch)) for batch in data]
+            outputs = [to_host(run(batch)) for batch in data]
             if len(outputs) == 1:
                 return outputs[0]
             return tree.map_structure(
@@ -149,11 +163,11 @@ def hook_get_metrics_result(original):
             or not tf.executing_eagerly()
         ):
             return original(self)
-        _wait(_running.pop(self, None))
+        to_host(_running.pop(self, None))
         mesh, axis = _mesh_and_axis(current)
         with placement.on_mesh(mesh, axis):
             results = original(self)
-        return _wait(results)
+        return to_host(results)
 
     return get_metrics_result
 

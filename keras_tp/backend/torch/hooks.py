@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.torch import agreement
 from keras_tp.backend.torch import batches
+from keras_tp.backend.torch import caches
 from keras_tp.backend.torch import compiling
 from keras_tp.backend.torch import contractions
 from keras_tp.backend.torch import initial_values
@@ -321,6 +322,12 @@ TABLE = [
         )
     ),
     Hook(
+        "keras.src.backend.torch.core",
+        "slice_update",
+        caches.slice_update,
+        "a cache of keys and values stays split by heads",
+    ),
+    Hook(
         "keras.src.backend.torch.numpy",
         "repeat",
         repeats.repeat,
@@ -403,7 +410,7 @@ TABLE = [
             ops.whole,
             "split values can be written into a plain tensor, as metrics do",
         )
-        for name in ("scatter", "scatter_update", "slice_update")
+        for name in ("scatter", "scatter_update")
     ),
     Hook(
         "torch",
