@@ -75,13 +75,15 @@ class Switchboard:
         removed: String, what is left out now; `None` while noting.
         reached: Dict of what can be removed to the ids of the tests that
             reached it and passed.
+        failed: String, id of the first test that failed in the last run, and
+            `failure`, how it did; `None` if all passed.
     """
 
     def __init__(self):
         self.removed = None
         self.reached = collections.defaultdict(list)
-        self.durations = {}
         self.failure = None
+        self.failed = None
         self._now = set()
 
     def note(self, name):
@@ -95,6 +97,7 @@ class Switchboard:
             for name in self._now:
                 self.reached[name].append(report.nodeid)
         if report.failed and self.failure is None:
+            self.failed = report.nodeid
             crash = getattr(report.longrepr, "reprcrash", None)
             message = crash.message if crash else str(report.longrepr)
             self.failure = message.strip().splitlines()[0][:120]
@@ -219,7 +222,7 @@ def run_pytest(board, arguments):
     """Runs pytest in this process; returns whether all tests passed."""
     import pytest
 
-    board.failure = None
+    board.failure = board.failed = None
     with contextlib.redirect_stdout(io.StringIO()):
         code = pytest.main(
             [
@@ -288,6 +291,8 @@ def child(options):
         json.loads(line)["name"] for line in results.read_text().splitlines()
     ]
     agreed(folder, f"start_{len(done)}", "")
+    # Several processes have to leave each test in step.
+    together = 1 if "RANK" in os.environ else 20
     for name in sorted(tests):
         if options.k not in name or name in done:
             continue
@@ -296,12 +301,14 @@ def child(options):
         if first:
             # What stands here if the run ends with it.
             (folder / "now").write_text(json.dumps({**found, "test": "?"}))
-        for index, test in enumerate(tests[name]):
-            passed = run_pytest(board, [test])
+        for index, start in enumerate(range(0, len(tests[name]), together)):
+            tried = tests[name][start : start + together]
+            passed = run_pytest(board, ["-x", *tried])
             outcome = "" if passed else str(board.failure or "failed")
             step = f"{len(done)}_{index}"
             outcome = agreed(folder, step, outcome)
             if outcome:
+                test = board.failed or tried[0]
                 found.update(test=test, error=outcome)
                 break
         done.append(name)

@@ -120,21 +120,6 @@ TABLE = [
         training.hook_layer_call,
         "the outermost eager call runs on the mesh",
     ),
-    *(
-        Hook(
-            _OPTIMIZER,
-            name,
-            training.generic_if_distributed(name),
-            "slots are DTensors, which tf.distribute does not know",
-        )
-        for name in (
-            "add_variable_from_reference",
-            "_backend_update_step",
-            "_apply_weight_decay",
-            "_overwrite_model_variables_with_average_value",
-            "_backend_increment_gradient_accumulators",
-        )
-    ),
     Hook(
         _OPTIMIZER,
         "apply",

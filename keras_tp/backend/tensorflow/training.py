@@ -9,7 +9,6 @@ from keras.src import tree
 from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.distribution.distribution_lib import distribution
-from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from keras_tp.backend.tensorflow import errors
 from keras_tp.backend.tensorflow import placement
@@ -246,26 +245,6 @@ def _belongs_on_mesh(layer, args, kwargs):
     ):
         return True
     return any(placement.is_dtensor(x) for x in tree.flatten((args, kwargs)))
-
-
-def generic_if_distributed(name):
-    """Returns a hook: Keras's backend-agnostic method on distributed slots.
-
-    TensorFlow's own goes through `tf.distribute`, which knows no DTensor.
-    """
-
-    def hook(original):
-        @functools.wraps(original)
-        def method(self, *args, **kwargs):
-            if variables.is_distributed(self._iterations):
-                # Looked up late: other hooks may have replaced it.
-                generic = getattr(BaseOptimizer, name)
-                return generic(self, *args, **kwargs)
-            return original(self, *args, **kwargs)
-
-        return method
-
-    return hook
 
 
 def hook_apply(original):
