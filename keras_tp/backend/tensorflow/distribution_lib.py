@@ -5,14 +5,13 @@ CONTRIBUTING.md lists for every backend.
 """
 
 import os
-import runpy
-import sys
 
 import tensorflow as tf
 from keras.src.backend.tensorflow import distribution_lib as keras_lib
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend import commands
+from keras_tp.backend import supervision
 from keras_tp.backend.tensorflow import collectives
 from keras_tp.backend.tensorflow import devices
 from keras_tp.backend.tensorflow import hooks
@@ -226,26 +225,28 @@ def count_collectives(model, x, y=None):
     return collectives.count_step(model, x, y)
 
 
-def launch(device_count, argv):
-    """Runs a script in this process on a number of devices.
+def launch(plan, argv):
+    """Runs a script on a number of devices, in this process or in several.
 
     Args:
-        device_count: Int. Where TensorFlow finds no accelerator, so many
+        plan: `supervision.Plan`. Where TensorFlow finds no accelerator,
             virtual CPU devices are made.
         argv: List of strings: the script and its arguments.
     """
-    os.environ[devices.CPU_DEVICES] = str(device_count)
+    plan = plan.with_processes()
+    if plan.processes > 1 or plan.dry_run:
+        supervision.launch(plan, argv, _process_variables)
+        return
+    os.environ.update(_process_variables(plan.devices, 0))
     devices.make_virtual()
     available = list_devices()
-    if len(available) < device_count:
+    if len(available) < plan.devices:
         raise ValueError(
-            f"{device_count} devices were asked for, and TensorFlow finds "
+            f"{plan.devices} devices were asked for, and TensorFlow finds "
             f"{len(available)}: {available}. To use virtual CPU devices "
             "instead, hide the others: set CUDA_VISIBLE_DEVICES=-1."
         )
-    sys.argv = list(argv)
-    sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
-    runpy.run_path(argv[0], run_name="__main__")
+    commands.run_script(argv)
 
 
 def how_to_launch(device_count):
@@ -256,6 +257,11 @@ def how_to_launch(device_count):
     """
     command = commands.launch(device_count)
     return f"To run on {device_count} devices: `{command}`."
+
+
+def _process_variables(device_count, local):
+    """Returns the environment variables of one of a host's processes."""
+    return {devices.CPU_DEVICES: str(device_count)}
 
 
 def _to_backend_device(device_name):

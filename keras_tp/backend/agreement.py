@@ -1,31 +1,77 @@
-"""Processes of one run hold the same model, or all of them stop."""
+"""Processes of one run hold the same, or all of them stop.
+
+All of these are collectives. `gather` is the backend's function that returns
+the list of a small value of every process.
+"""
 
 import hashlib
+import pickle
 
 from keras.src.distribution.distribution_lib import distribution
+from keras.src.utils import rng_utils
 
-from keras_tp.backend.torch import processes
 
-
-def check_model(model):
-    """Compares a model and its layouts between all processes.
-
-    A collective; values are not compared.
+def same_everywhere(gather, what, value, way_out, groups=None):
+    """Raises on every process unless all of them hold the same value.
 
     Args:
+        gather: Function.
+        what: String that names the value.
+        value: Bytes or anything that `pickle` takes; a digest is compared.
+        way_out: String, a sentence that says how to make them equal.
+        groups: List with the group of each process; only those of one group
+            have to hold the same. Defaults to `None`: all are one group.
+
+    Returns:
+        List with the digest of each process.
+    """
+    if not isinstance(value, bytes):
+        value = pickle.dumps(value)
+    digests = gather(hashlib.sha256(value).hexdigest()[:16])
+    groups = [0] * len(digests) if groups is None else groups
+    if len(set(zip(groups, digests))) > len(set(groups)):
+        shown = ", ".join(f"{i}: {d}" for i, d in enumerate(digests))
+        of_what = "one model group" if len(set(groups)) > 1 else "this run"
+        raise ValueError(
+            f"The processes of {of_what} hold different {what}, and would "
+            f"train different models. {way_out} Received digests by process: "
+            f"{shown}"
+        )
+    return digests
+
+
+def same_seed(gather):
+    """Raises on every process if they were given different seeds."""
+    seeds = gather(rng_utils.get_random_seed())
+    if len(set(seeds)) > 1:
+        raise ValueError(
+            "The processes of this run were given different seeds, and would "
+            "train different models. Call `keras.utils.set_random_seed` with "
+            "the same seed in every process, or in none. Received seeds by "
+            f"process: {dict(enumerate(seeds))}"
+        )
+
+
+def same_model(gather, model):
+    """Compares a model and its layouts between all processes.
+
+    Values are not compared.
+
+    Args:
+        gather: Function.
         model: A Keras model.
 
     Raises:
         ValueError: on every process, with the first path that differs.
     """
     current = distribution()
-    if current is None or processes.world_size() == 1:
+    if current is None:
         return
     lines = _described(model, current)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(processes.gather_by_process(digest))) == 1:
+    if len(set(gather(digest))) == 1:
         return
-    held = processes.gather_by_process(lines)
+    held = gather(lines)
     count = max(len(lines) for lines in held)
     held = [lines + ["nothing more"] * (count - len(lines)) for lines in held]
     first = next(row for row in zip(*held) if len(set(row)) > 1)
