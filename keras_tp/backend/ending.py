@@ -13,7 +13,10 @@ ERROR_FILE = "KERAS_TP_ERROR_FILE"
 DEVICES = "KERAS_TP_DEVICES"
 PARENT = "KERAS_TP_LAUNCHER"
 _KEY = "keras_tp/first_error"
-_POLL_S = 10
+# How often a process looks whether another one failed, and how long it looks:
+# it holds up its own end by no more than that.
+_POLL_S = 0.5
+_LOOK_S = 0.1
 _code = []
 
 
@@ -44,6 +47,7 @@ def together(store, put, get):
         get: Function of a key and seconds; raises `TimeoutError`.
     """
     before = sys.excepthook
+    stopped = threading.Event()
 
     def excepthook(kind, error, trace):
         before(kind, error, trace)
@@ -58,9 +62,9 @@ def together(store, put, get):
             return
 
     def watch():
-        while True:
+        while not stopped.wait(_POLL_S):
             try:
-                found = get(_KEY, _POLL_S).decode()
+                found = get(_KEY, _LOOK_S).decode()
             except TimeoutError:
                 continue
             except RuntimeError:
@@ -81,19 +85,24 @@ def together(store, put, get):
         report(message)
 
     def leave():
-        # The runtime would wait for the others to leave in peace.
+        # Not within the runtime while Python ends.
+        stopped.set()
+        watcher.join()
         if not _code:
             return
+        # Or else the runtime would wait for the others to leave, too.
         _flush()
         if store.index == 0:
             # Holds the store, from which the others learn of the error.
             time.sleep(1)
         os._exit(_code[0])
 
+    watcher = threading.Thread(target=watch, daemon=True)
     _fail.append(fail)
     sys.excepthook = excepthook
+    watcher.start()
+    # Before what the runtime registered.
     atexit.register(leave)
-    threading.Thread(target=watch, daemon=True).start()
 
 
 _fail = []
