@@ -87,6 +87,10 @@ def start(job_addresses=None, num_processes=None, process_id=None):
             f"`process_id` has to be from 0 to {count - 1}. Received: "
             f"process_id={own}; num_processes={count}"
         )
+    if count > 1:
+        # Steps under way at once, whose collectives the processes of CPUs may
+        # begin in different orders, wait for each other forever.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
     rendezvous.meet(address, count, own, TIMEOUT_S)
     left = TIMEOUT_S - (time.monotonic() - began)
     jax.distributed.initialize(
