@@ -6,9 +6,17 @@ the list of a small value of every process.
 
 import hashlib
 import pickle
+import random
 
+import numpy as np
+from keras.src.backend.common import global_state
 from keras.src.distribution.distribution_lib import distribution
 from keras.src.utils import rng_utils
+
+_SAME_VALUES = (
+    "Build the same layers in the same order with the same seed, and load the "
+    "same files, in every process."
+)
 
 
 def same_everywhere(gather, what, value, way_out, groups=None):
@@ -50,6 +58,39 @@ def same_seed(gather):
             "the same seed in every process, or in none. Received seeds by "
             f"process: {dict(enumerate(seeds))}"
         )
+
+
+def one_seed(gather, is_first):
+    """Has all processes continue with the random state of process 0.
+
+    Initial values, shuffling and dropout masks are then those of one process.
+
+    Args:
+        gather: Function.
+        is_first: Boolean, whether this is process 0.
+
+    Raises:
+        ValueError: on every process, if they were given different seeds.
+    """
+    same_seed(gather)
+    generator = global_state.get_global_attribute("global_seed_generator")
+    own = None
+    if is_first:
+        counter = None
+        if generator is not None:
+            counter = np.asarray(generator.state.value)
+        own = (random.getstate(), np.random.get_state(), counter)
+    python, numpy, counter = gather(own)[0]
+    random.setstate(python)
+    np.random.set_state(numpy)
+    if generator is not None and counter is not None:
+        generator.state.assign(counter)
+
+
+def same_array(gather, array):
+    """Raises on every process unless all of them hold the same array."""
+    described = f"{array.shape} {array.dtype} ".encode()
+    same_everywhere(gather, "values", described + array.tobytes(), _SAME_VALUES)
 
 
 def same_model(gather, model):

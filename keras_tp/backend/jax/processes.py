@@ -8,14 +8,11 @@ says when this is imported, by default 45.
 
 import math
 import os
-import random
 import time
 
 import jax
-import numpy as np
 from jax._src import clusters
 from jax._src import distributed
-from keras.src.backend.common import global_state
 
 from keras_tp.backend import agreement
 from keras_tp.backend import ending
@@ -144,29 +141,23 @@ def same_model(model):
         agreement.same_model(lambda v: gather(v, "the start of a model"), model)
 
 
+def same_array(array):
+    """Raises on every process unless all hold the same. A collective."""
+    if world_size() > 1:
+        agreement.same_array(
+            lambda v: gather(v, "the value of a tensor"), array
+        )
+
+
 def agree_on_seed():
     """Has all processes continue with the random state of process 0.
 
-    Initial values, shuffling and dropout masks are then those of one process.
     A collective.
-
-    Raises:
-        ValueError: on every process, if they were given different seeds.
     """
-    if world_size() == 1:
-        return
-    agreement.same_seed(lambda seed: gather(seed, "the choice of a seed"))
-    generator = global_state.get_global_attribute("global_seed_generator")
-    counter = None
-    if generator is not None:
-        counter = np.asarray(generator.state.value)
-    python, numpy, counter = from_first(
-        (random.getstate(), np.random.get_state(), counter)
-    )
-    random.setstate(python)
-    np.random.set_state(numpy)
-    if generator is not None and counter is not None:
-        generator.state.assign(counter)
+    if world_size() > 1:
+        agreement.one_seed(
+            lambda v: gather(v, "the choice of a seed"), is_first()
+        )
 
 
 def _completed(address, count, own):

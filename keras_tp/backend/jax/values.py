@@ -6,13 +6,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from keras_tp.backend import agreement
 from keras_tp.backend.jax import processes
-
-_SAME_VALUES = (
-    "Build the same layers in the same order with the same seed, and load the "
-    "same files, in every process."
-)
 
 
 def is_spread(value):
@@ -38,13 +32,7 @@ def place(value, sharding):
             value = np.asarray(value)
         return jax.device_put(value, sharding)
     value = np.asarray(value)
-    described = f"{value.shape} {value.dtype} ".encode()
-    agreement.same_everywhere(
-        lambda digest: processes.gather(digest, "the value of a tensor"),
-        "values",
-        described + value.tobytes(),
-        _SAME_VALUES,
-    )
+    processes.same_array(value)
     return from_whole(value, sharding)
 
 
