@@ -178,10 +178,14 @@ def check_moving(shape):
     distribute(shape)
     dist.distribute_model(model)
     found = history(model, x, y, batch_size=BATCH)
+    if keras.config.backend() == "tensorflow" and COUNT > 1:
+        # DTensor has no mesh for one device of another process.
+        return {**found, **weights(model)}
     first = dist.list_devices()[0]
     dist.distribute_model(model, dist.DataParallel(devices=[first]))
     own = weights(model)
-    return {**found, **own, "then": model.evaluate(x, y, verbose=0)}
+    assert model.evaluate(x, y, verbose=0)[0] > 0
+    return {**found, **own}
 
 
 def check_kinds_of_data(shape):

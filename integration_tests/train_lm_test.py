@@ -17,7 +17,7 @@ if "RANK" in os.environ:
 ROOT = pathlib.Path(__file__).parent.parent
 BACKEND = keras.config.backend()
 STEPS = 12
-SEVERAL_PROCESSES = ("jax",)
+SEVERAL_PROCESSES = ("jax", "tensorflow")
 # torch has a process for each device.
 MESHES = [[1, 2]] if BACKEND == "torch" else [[1, 4], [2, 2]]
 

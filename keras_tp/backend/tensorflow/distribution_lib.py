@@ -272,15 +272,12 @@ def _to_backend_mesh(device_mesh):
     dims = list(zip(device_mesh.axis_names, device_mesh.shape))
     if num_processes() > 1:
         kind = names[0].split(":")[0].upper()
-        if len(names) == 1:
-            # A copy in each process, on the first of its own devices.
-            return dtensor.create_mesh(dims, devices=[f"{kind}:0"])
         if names != list_devices(kind):
             raise ValueError(
                 "Over several processes DTensor makes meshes of all devices, "
-                "in their order, only; or use one device alone, of which each "
-                f"process then has a copy. All devices: {list_devices(kind)}. "
-                f"Received: devices={names}"
+                "in their order, only. To bring a model back to one device, "
+                "save it, and load it in a process by itself. All devices: "
+                f"{list_devices(kind)}. Received: devices={names}"
             )
         return dtensor.create_distributed_mesh(dims, device_type=kind)
     return dtensor.create_mesh(dims, devices=[name.upper() for name in names])
