@@ -39,10 +39,11 @@ def main(argv):
         commands.run_script(argv)
     except SystemExit as e:
         code = 0 if e.code is None else e.code
+        if not isinstance(code, int):
+            ending.tell(f"{code}\n")
+            code = 1
         if code != 0:
-            if not isinstance(code, int):
-                ending.tell(f"{code}\n")
-                code = 1
+            ending.tell(f"It ended with exit code {code}.\n")
             ending.with_code(code)
         raise
 
