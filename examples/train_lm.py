@@ -9,6 +9,7 @@ itself on the devices it is asked for:
     python examples/train_lm.py --devices 4
     python examples/train_lm.py --mesh 2x2
     python examples/train_lm.py --backend torch --devices 2
+    python examples/train_lm.py --devices 4 --processes 2
     python examples/train_lm.py --devices 1
 
 The last one is plain Keras, without any distribution, and gives the same
@@ -52,6 +53,7 @@ def parse_options():
         type=int,
         help="how many; by default those of the mesh, or 4",
     )
+    add("--processes", help="how many share the devices (one; on torch all)")
     add("--mesh", help="batch x model, such as 2x2; by default 1 x devices")
     add(
         "--backend",
@@ -120,9 +122,11 @@ def parse_options():
 
 OPTIONS = parse_options()
 
-# torch runs this script in one process per device. All of them do everything;
-# the first alone prints and writes.
-FIRST_PROCESS = os.environ.get("RANK", "0") == "0"
+# Where there are several processes, as on torch, where each device has its own,
+# all of them do everything; the first alone prints and writes.
+FIRST_PROCESS = "0" == os.environ.get(
+    "KERAS_DISTRIBUTION_PROCESS_ID", os.environ.get("RANK", "0")
+)
 
 # Keras reads its backend, and TensorFlow (which KerasHub imports for its
 # tokenizers) how much to log, when they are imported.
@@ -134,9 +138,11 @@ from keras_tp import launch
 if OPTIONS.devices > 1 and not OPTIONS.launched:
     # The devices have to exist before the backend starts: this script runs
     # once more, on them.
-    count = str(OPTIONS.devices)
+    command = ["--devices", str(OPTIONS.devices)]
+    if OPTIONS.processes:
+        command += ["--processes", OPTIONS.processes]
     arguments = [*sys.argv[1:], "--launched"]
-    launch.main(["--devices", count, os.path.abspath(__file__), *arguments])
+    launch.main([*command, os.path.abspath(__file__), *arguments])
     sys.exit()
 
 import keras

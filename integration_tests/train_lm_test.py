@@ -17,6 +17,7 @@ if "RANK" in os.environ:
 ROOT = pathlib.Path(__file__).parent.parent
 BACKEND = keras.config.backend()
 STEPS = 12
+SEVERAL_PROCESSES = ("jax", "tensorflow")
 # torch has a process for each device.
 MESHES = [[1, 2]] if BACKEND == "torch" else [[1, 4], [2, 2]]
 
@@ -72,6 +73,19 @@ def test_losses_are_those_of_one_device(mesh, plain, tmp_path):
     # One process prints.
     assert output.count("Sharding of byte_lm") == 1
     assert re.search(r"\(256, 64\).*\('model', None\)", output)
+
+
+@pytest.mark.skipif(
+    BACKEND not in SEVERAL_PROCESSES, reason="processes are devices there"
+)
+def test_two_processes(plain, tmp_path):
+    expected, _ = plain
+    log, output = _run(tmp_path, "--mesh", "2x2", "--processes", "2")
+    np.testing.assert_allclose(log["losses"], expected["losses"], rtol=1e-5)
+    np.testing.assert_allclose(log["val_loss"], expected["val_loss"], rtol=1e-5)
+    assert log["collectives"]["all_gather"] == [0, 0]
+    _check_output(output, log)
+    assert output.count("Sharding of byte_lm") == 1
 
 
 def test_one_device_is_plain_keras(plain):

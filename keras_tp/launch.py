@@ -3,6 +3,7 @@
 import argparse
 
 from keras_tp import backend
+from keras_tp.backend import supervision
 
 
 def main(argv=None):
@@ -16,24 +17,101 @@ def main(argv=None):
         # A script may have options that begin like these.
         allow_abbrev=False,
         description=(
-            "Runs a script on several devices of this machine: virtual CPU "
-            "devices in one process where there is no accelerator and the "
-            "backend (KERAS_BACKEND) has them."
+            "Runs a script on several devices: virtual CPU devices in one "
+            "process where there is no accelerator and the backend "
+            "(KERAS_BACKEND) has them, or in several processes, on this host "
+            "or on several."
         ),
     )
-    parser.add_argument(
-        "--devices", type=int, required=True, help="number of devices"
+    add = parser.add_argument
+    add(
+        "--devices",
+        type=int,
+        required=True,
+        help="number of devices, of all processes together",
     )
-    parser.add_argument("script", help="Python file to run")
-    parser.add_argument(
-        "args", nargs=argparse.REMAINDER, help="arguments of the script"
+    add(
+        "--processes",
+        type=int,
+        help="number of processes, of all hosts together; by default one on "
+        "each host, and on torch one for each device",
     )
+    add(
+        "--hosts",
+        type=lambda value: value.split(","),
+        default=[],
+        metavar="HOST:PORT,...",
+        help="all hosts; the first is where processes meet. Each runs this "
+        "same command, but for --host-index. A host with several processes "
+        "uses the ports that follow, too",
+    )
+    add(
+        "--host-index",
+        type=int,
+        help="which of --hosts this one is, from 0",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print environment and command of each process, and start none",
+    )
+    add("script", help="Python file to run")
+    add("args", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(argv)
-    if options.devices < 1:
-        parser.error(f"--devices must be at least 1, not {options.devices}")
-    backend.distribution_lib.launch(
-        options.devices, [options.script, *options.args]
+    problem = _problem(options)
+    if problem:
+        parser.error(problem)
+    plan = supervision.Plan(
+        options.devices,
+        options.processes,
+        options.hosts,
+        options.host_index or 0,
+        options.dry_run,
     )
+    backend.distribution_lib.launch(plan, [options.script, *options.args])
+
+
+def _problem(options):
+    """Returns what is wrong with the options; `None` if nothing is."""
+    devices, hosts = options.devices, options.hosts
+    for name in ("devices", "processes"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            return f"--{name} must be at least 1, not {value}"
+    for host in hosts:
+        name, _, port = host.rpartition(":")
+        if not name or not port.isdigit():
+            return f"--hosts must be HOST:PORT,..., not {','.join(hosts)}"
+    if not hosts and options.host_index is not None:
+        return "--host-index is which of --hosts this one is; give those too"
+    if hosts and options.host_index not in range(len(hosts)):
+        return (
+            f"--host-index must be from 0 to {len(hosts) - 1}, one for each "
+            f"of --hosts, not {options.host_index}"
+        )
+    count = options.processes or len(hosts) or 1
+    if hosts and count % len(hosts):
+        return (
+            f"{count} processes cannot be divided among {len(hosts)} hosts; "
+            f"{_multiples(len(hosts))} processes can"
+        )
+    if devices % count:
+        divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+        return (
+            f"{devices} devices cannot be divided among {count} processes, of "
+            f"which each has as many. {devices} devices divide among "
+            f"{_listed(divisors)} process(es), and {count} processes can have "
+            f"{_multiples(count)} devices"
+        )
+    return None
+
+
+def _multiples(count):
+    return _listed([count, 2 * count, 3 * count]) + " and so on"
+
+
+def _listed(numbers):
+    return ", ".join(map(str, numbers))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import keras
 import pytest
+
+from keras_tp.launch import main
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = """
@@ -65,6 +68,118 @@ def test_bad_arguments(script):
     assert result.returncode == 2
     assert "at least 1" in result.stderr
     assert launch(script).returncode == 2
+
+
+def test_dry_run_of_one_process(script):
+    result = launch("--devices", "2", "--dry-run", script, "--mesh", "a b")
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stdout.splitlines()
+    assert line.endswith(f"{script} --mesh 'a b'")
+    if keras.config.backend() == "torch":
+        assert "torch.distributed.run --standalone --nproc-per-node 2" in line
+    else:
+        assert DEVICES_SAID[keras.config.backend()].format(2) in line
+
+
+DEVICES_SAID = {
+    "jax": "xla_force_host_platform_device_count={}",
+    "tensorflow": "KERAS_TP_CPU_DEVICES={}",
+}
+HOSTS = "10.0.0.1:9000,10.0.0.2:9100"
+
+
+def test_dry_run_of_several_processes(script):
+    """Says what each process is told, and starts none."""
+    backend = keras.config.backend()
+    count = "4" if backend == "torch" else "2"
+    result = launch(
+        *("--devices", "4", "--processes", count, "--dry-run", script)
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    if backend == "torch":
+        assert "--standalone --nproc-per-node 4" in lines[0]
+        return
+    assert len(lines) == 2
+    for index, line in enumerate(lines):
+        assert re.search(
+            r"KERAS_DISTRIBUTION_JOB_ADDRESSES="
+            r"127\.0\.0\.1:\d+,127\.0\.0\.1:\d+ ",
+            line,
+        )
+        assert "KERAS_DISTRIBUTION_NUM_PROCESSES=2 " in line
+        assert f"KERAS_DISTRIBUTION_PROCESS_ID={index} " in line
+        # Each has its share of the devices.
+        assert DEVICES_SAID[backend].format(2) in line
+        assert line.endswith(f"-m keras_tp.backend.joined {script}")
+
+
+def test_dry_run_of_the_second_host(script):
+    backend = keras.config.backend()
+    result = launch(
+        *("--devices", "8", "--hosts", HOSTS, "--host-index", "1"),
+        *(() if backend == "torch" else ("--processes", "4")),
+        *("--dry-run", script),
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    if backend == "torch":
+        assert (
+            "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port "
+            "9000 --nproc-per-node 4" in lines[0]
+        )
+        return
+    assert len(lines) == 2
+    for index, line in enumerate(lines, start=2):
+        assert (
+            "KERAS_DISTRIBUTION_JOB_ADDRESSES=10.0.0.1:9000,10.0.0.1:9001,"
+            "10.0.0.2:9100,10.0.0.2:9101 " in line
+        )
+        assert "KERAS_DISTRIBUTION_NUM_PROCESSES=4 " in line
+        assert f"KERAS_DISTRIBUTION_PROCESS_ID={index} " in line
+        assert DEVICES_SAID[backend].format(2) in line
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--devices", "4", "--processes", "0"], "must be at least 1"),
+        (
+            ["--devices", "4", "--processes", "3"],
+            "4 devices cannot be divided among 3 processes, of which each has "
+            "as many. 4 devices divide among 1, 2, 4 process(es), and 3 "
+            "processes can have 3, 6, 9 and so on devices",
+        ),
+        (["--devices", "4", "--hosts", "a:1,b:2"], "from 0 to 1"),
+        (
+            ["--devices", "4", "--hosts", "a:1,b:2", "--host-index", "2"],
+            "from 0 to 1",
+        ),
+        (["--devices", "4", "--hosts", "a,b"], "must be HOST:PORT,..."),
+        (["--devices", "4", "--host-index", "0"], "give those too"),
+        (
+            ["--devices", "6", "--processes", "3", "--hosts", "a:1,b:2"]
+            + ["--host-index", "0"],
+            "3 processes cannot be divided among 2 hosts; 2, 4, 6 and so on",
+        ),
+    ],
+)
+def test_what_does_not_divide(arguments, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        main([*arguments, "train.py"])
+    assert error.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said.replace("\n", " "), said
+
+
+@pytest.mark.skipif(
+    keras.config.backend() != "torch", reason="elsewhere it may have several"
+)
+def test_on_torch_a_device_has_a_process(script):
+    result = launch("--devices", "4", "--processes", "2", script)
+    assert result.returncode == 1
+    assert "each device has a process of its own" in result.stderr
+    assert "--devices 4 --processes 2" in result.stderr
 
 
 def test_a_backend_that_cannot_distribute(script):

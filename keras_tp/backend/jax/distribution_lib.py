@@ -4,21 +4,23 @@ GSPMD inserts the collectives. Keras's own JAX module does most of the work
 here; the functions are those that CONTRIBUTING.md lists for every backend.
 """
 
+import functools
 import os
-import pickle
 import re
-import runpy
-import sys
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from keras.src.backend import config
 from keras.src.backend.jax import distribution_lib as keras_lib
+from keras.src.distribution.distribution_lib import distribution
 
 from keras_tp.backend import commands
+from keras_tp.backend import supervision
+from keras_tp.backend.jax import batches
 from keras_tp.backend.jax import collectives
 from keras_tp.backend.jax import hooks
+from keras_tp.backend.jax import processes
+from keras_tp.backend.jax import values
 
 # XLA gives up on a CPU collective whose participants do not arrive in time;
 # with more virtual devices than cores they arrive late.
@@ -51,18 +53,25 @@ def get_device_count(device_type=None):
 
 
 def initialize(job_addresses, num_processes, process_id):
-    """Joins the other processes through `jax.distributed`."""
-    keras_lib.initialize(job_addresses, num_processes, process_id)
+    """Joins the other processes through `jax.distributed`.
+
+    Args:
+        job_addresses: String, comma-separated `host:port`; that of process 0
+            is enough. `None` where a scheduler that JAX knows says it.
+        num_processes: Int, number of processes; `None` likewise.
+        process_id: Int, index of this process; `None` likewise.
+    """
+    processes.start(job_addresses, num_processes, process_id)
 
 
 def num_processes():
     """Returns the number of processes."""
-    return keras_lib.num_processes()
+    return processes.world_size()
 
 
 def process_id():
     """Returns the index of this process."""
-    return keras_lib.process_id()
+    return processes.index()
 
 
 def from_first_process(value):
@@ -73,12 +82,7 @@ def from_first_process(value):
     Args:
         value: What `pickle` takes; ignored in the other processes.
     """
-    if num_processes() == 1:
-        return value
-    own = np.frombuffer(pickle.dumps(value), "uint8")
-    size = multihost_utils.broadcast_one_to_all(np.array(own.size, "int32"))
-    padded = np.resize(own, int(size))
-    return pickle.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
+    return processes.from_first(value)
 
 
 def collective_library(device_type):
@@ -92,7 +96,8 @@ def collective_library(device_type):
 def activate():
     """Refuses to distribute where the numbers would depend on the devices.
 
-    Called before the hooks are installed.
+    Agrees with the other processes on one seed. A collective. Called before
+    the hooks are installed.
     """
     if config.is_nnx_enabled():
         raise ValueError(
@@ -106,6 +111,7 @@ def activate():
             "at its default, True. Received: "
             "jax.config.jax_threefry_partitionable=False"
         )
+    processes.agree_on_seed()
 
 
 def hook_table():
@@ -124,10 +130,12 @@ def distribute_tensor(tensor, layout):
 
 
 def distribute_data_input(per_process_batch, layout, batch_dim_name):
-    """Puts one process's part of a batch on the devices.
+    """Puts a batch on the devices.
 
     Args:
-        per_process_batch: Array, this process's part of the batch.
+        per_process_batch: Array, the global batch, the same in every process;
+            under a distribution with `auto_shard_dataset=False`, this
+            process's part of it, and then this is a collective.
         layout: `TensorLayout`, or a sharding of JAX. A batch that it cannot
             split evenly is replicated.
         batch_dim_name: String, mesh axis that splits the batch.
@@ -135,9 +143,13 @@ def distribute_data_input(per_process_batch, layout, batch_dim_name):
     Returns:
         The global batch as a `jax.Array`.
     """
+    if per_process_batch is None:
+        return None
+    if processes.world_size() > 1 and distribution() is not None:
+        return batches.place_given(per_process_batch, distribution())
     return keras_lib.distribute_data_input(
         per_process_batch,
-        hooks.batch_layout(per_process_batch, layout),
+        batches.fitting_sharding(per_process_batch.shape, layout),
         batch_dim_name,
     )
 
@@ -155,7 +167,7 @@ def relayout_variable(variable, layout):
         # By way of the host: a plain array must not be tied to a device.
         moved = jax.numpy.asarray(np.asarray(value))
     else:
-        moved = jax.device_put(value, layout.backend_layout)
+        moved = values.place(value, layout.backend_layout)
     moved.block_until_ready()
     variable._layout = layout
     variable._value = moved
@@ -164,13 +176,17 @@ def relayout_variable(variable, layout):
 def variable_bytes_by_device(variable):
     """Returns a dict of device name to the bytes that it holds of a variable.
 
-    Read from the live arrays; devices of other processes are not listed.
+    A collective where there are several processes: read from the live arrays
+    of each.
     """
     held = {}
     for shard in variable._value.addressable_shards:
         name = f"{shard.device.platform}:{shard.device.id}"
         held[name] = held.get(name, 0) + shard.data.nbytes
-    return held
+    if values.is_spread(variable._value):
+        for others in processes.gather(held, "the bytes of a variable"):
+            held.update(others)
+    return dict(sorted(held.items()))
 
 
 def variable_axes(variable):
@@ -215,27 +231,31 @@ def count_collectives(model, x, y=None):
     return collectives.count(collectives.compile_step(model, x, y).as_text())
 
 
-def launch(device_count, argv):
-    """Runs a script in this process on a number of devices.
+def launch(plan, argv):
+    """Runs a script on a number of devices, in this process or in several.
 
     Args:
-        device_count: Int. Where JAX finds no accelerator, so many virtual CPU
+        plan: `supervision.Plan`. Where JAX finds no accelerator, virtual CPU
             devices are made.
         argv: List of strings: the script and its arguments.
     """
+    plan = plan.with_processes()
+    if plan.processes > 1 or plan.dry_run:
+        supervision.launch(
+            plan, argv, functools.partial(_process_variables, plan)
+        )
+        return
     os.environ["XLA_FLAGS"] = _xla_flags(
-        os.environ.get("XLA_FLAGS", ""), device_count
+        os.environ.get("XLA_FLAGS", ""), plan.devices
     )
     available = list_devices()
-    if len(available) < device_count:
+    if len(available) < plan.devices:
         raise ValueError(
-            f"{device_count} devices were asked for, and JAX finds "
+            f"{plan.devices} devices were asked for, and JAX finds "
             f"{len(available)}: {available}. To use virtual CPU devices "
             "instead, set JAX_PLATFORMS=cpu."
         )
-    sys.argv = list(argv)
-    sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
-    runpy.run_path(argv[0], run_name="__main__")
+    commands.run_script(argv)
 
 
 def how_to_launch(device_count):
@@ -246,6 +266,18 @@ def how_to_launch(device_count):
     """
     command = commands.launch(device_count)
     return f"To run on {device_count} devices: `{command}`."
+
+
+def _process_variables(plan, device_count, local):
+    """Returns the environment variables of one of a host's processes."""
+    found = {
+        "XLA_FLAGS": _xla_flags(os.environ.get("XLA_FLAGS", ""), device_count)
+    }
+    if plan.processes_here > 1:
+        # Accelerators are divided too.
+        own = range(local * device_count, (local + 1) * device_count)
+        found["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, own))
+    return found
 
 
 def _xla_flags(flags, device_count):
@@ -264,7 +296,26 @@ def _to_backend_device(device_name):
 
 
 def _to_backend_mesh(device_mesh):
-    return keras_lib._to_backend_mesh(device_mesh)
+    mesh = keras_lib._to_backend_mesh(device_mesh)
+    count = processes.world_size()
+    if count == 1:
+        return mesh
+    if mesh.size == 1:
+        # A copy in each process, on the first of its own devices.
+        own = jax.local_devices(backend=mesh.devices.item().platform)[:1]
+        return jax.sharding.Mesh(
+            np.reshape(own, mesh.devices.shape), mesh.axis_names
+        )
+    owners = {device.process_index for device in mesh.devices.flatten()}
+    if len(owners) < count:
+        raise ValueError(
+            f"This run has {count} processes, and every one of them has to "
+            "hold a device of the mesh. None is of process(es) "
+            f"{sorted(set(range(count)) - owners)}. Use all devices, or one "
+            "alone, of which each process then has a copy. Received: "
+            f"devices={[str(d) for d in device_mesh.devices.flatten()]}"
+        )
+    return mesh
 
 
 def _to_backend_layout(tensor_layout):

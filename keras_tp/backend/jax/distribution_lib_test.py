@@ -5,8 +5,8 @@ import pytest
 
 import keras_tp
 from keras_tp import distribution as dist
+from keras_tp.backend.jax import batches
 from keras_tp.backend.jax import distribution_lib as lib
-from keras_tp.backend.jax import hooks
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_batch_that_does_not_divide_is_replicated(mesh, size, spec):
 
 def test_batch_layout_leaves_other_shardings_alone():
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    assert hooks.batch_layout(np.ones((3,)), one) is one
+    assert batches.fitting_sharding((3,), one) is one
 
 
 def test_relayout_keeps_the_value_and_frees_the_old_shards(mesh):

@@ -1,39 +1,17 @@
 """What keras_tp replaces in Keras on JAX."""
 
 import functools
-import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from keras.src.backend.jax import core
 from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
-
-
-def batch_layout(batch, layout):
-    """Returns the sharding for a batch: replicated if it does not divide.
-
-    Replicating a batch over the batch axis leaves its numbers as they are:
-    every device computes all of it, and the mean is over the same samples.
-
-    Args:
-        batch: Array or scalar, or `None`, which is returned as it is.
-        layout: `TensorLayout` or `jax.sharding.Sharding`.
-    """
-    sharding = getattr(layout, "backend_layout", layout)
-    if batch is None or not isinstance(sharding, jax.sharding.NamedSharding):
-        return sharding
-    sizes = sharding.mesh.shape
-    for size, axis in zip(batch.shape, sharding.spec):
-        names = axis if isinstance(axis, tuple) else (axis,) if axis else ()
-        # Each process brings its part of the dim.
-        if size * jax.process_count() % math.prod(sizes[n] for n in names):
-            return jax.sharding.NamedSharding(
-                sharding.mesh, jax.sharding.PartitionSpec()
-            )
-    return sharding
+from keras_tp.backend.jax import batches
+from keras_tp.backend.jax import processes
+from keras_tp.backend.jax import values
 
 
 def _hook_distribute_data_input(original):
@@ -43,7 +21,7 @@ def _hook_distribute_data_input(original):
             return None
         return original(
             per_process_batch,
-            batch_layout(per_process_batch, layout),
+            batches.fitting_sharding(per_process_batch.shape, layout),
             batch_dim_name,
         )
 
@@ -79,6 +57,80 @@ def _only_repeated_divides(size, repeats):
     )
 
 
+def _hook_print_msg(original):
+    @functools.wraps(original)
+    def print_msg(*args, **kwargs):
+        if processes.is_first():
+            return original(*args, **kwargs)
+
+    return print_msg
+
+
+def _of_several(hook):
+    """Returns the row for runs of several processes only."""
+
+    def replace(original):
+        if processes.world_size() == 1:
+            return original
+        return hook.replace(original)
+
+    return hook._replace(replace=replace)
+
+
+_TRAINER = "keras.src.backend.jax.trainer"
+
+OF_SEVERAL_PROCESSES = [
+    Hook(
+        "jax._src.array:ArrayImpl",
+        "_value",
+        values.hook_value,
+        "numpy sees the whole tensor, or an error that names who is missing",
+    ),
+    Hook(
+        "keras.src.backend.jax.distribution_lib",
+        "distribute_tensor",
+        values.hook_distribute_tensor,
+        "a value that each process has becomes one tensor, if it is the same",
+    ),
+    Hook(
+        _TRAINER,
+        "_distribute_data",
+        batches.hook_distribute_data,
+        "every process is given the same global batch, or its part",
+    ),
+    Hook(
+        f"{_TRAINER}:JAXTrainer",
+        "predict_on_batch",
+        batches.hook_predict_on_batch,
+        "every process is given the same global batch, or its part",
+    ),
+    Hook(
+        f"{_TRAINER}:JAXEpochIterator",
+        "__init__",
+        batches.hook_epoch_iterator,
+        "any kind of data is split, and epochs end together",
+    ),
+    Hook(
+        f"{_TRAINER}:JAXEpochIterator",
+        "_get_distributed_iterator",
+        batches.hook_distributed_iterator,
+        "processes with different data stop with an error",
+    ),
+    Hook(
+        "keras.src.trainers.trainer:Trainer",
+        "_symbolic_build",
+        batches.hook_symbolic_build,
+        "processes with different models stop with an error",
+    ),
+    Hook(
+        "keras.src.utils.io_utils",
+        "print_msg",
+        _hook_print_msg,
+        "one process prints progress",
+    ),
+    *saving.table(processes, values.is_distributed),
+]
+
 TABLE = [
     Hook(
         "keras.src.backend.jax.numpy",
@@ -92,4 +144,5 @@ TABLE = [
         _hook_distribute_data_input,
         "a last batch that the batch axis does not divide is replicated",
     ),
+    *map(_of_several, OF_SEVERAL_PROCESSES),
 ]

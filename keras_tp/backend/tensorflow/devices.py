@@ -28,6 +28,7 @@ def check_virtual():
     """Makes the virtual devices; `ValueError` if it is too late for that."""
     make_virtual()
     count = _count()
+    # Those of all processes, where there are several.
     found = len(tf.config.list_logical_devices("CPU"))
     if count > found:
         raise ValueError(

@@ -5,19 +5,21 @@ CONTRIBUTING.md lists for every backend.
 """
 
 import os
-import runpy
-import sys
 
 import tensorflow as tf
 from keras.src.backend.tensorflow import distribution_lib as keras_lib
+from keras.src.distribution.distribution_lib import distribution
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend import commands
+from keras_tp.backend import supervision
+from keras_tp.backend.tensorflow import batches
 from keras_tp.backend.tensorflow import collectives
 from keras_tp.backend.tensorflow import devices
 from keras_tp.backend.tensorflow import hooks
 from keras_tp.backend.tensorflow import images
 from keras_tp.backend.tensorflow import placement
+from keras_tp.backend.tensorflow import processes
 from keras_tp.backend.tensorflow import selfcheck
 from keras_tp.backend.tensorflow import variables
 
@@ -34,6 +36,11 @@ def list_devices(device_type=None):
             accelerator if there is one, else `"cpu"`.
     """
     devices.check_virtual()
+    if num_processes() > 1:
+        # Process by process, in the order of DTensor's meshes.
+        kind = (device_type or processes.kind()).upper()
+        count = dtensor.num_global_devices(kind)
+        return [f"{kind.lower()}:{index}" for index in range(count)]
     found = keras_lib.list_devices(device_type)
     if not found:
         raise ValueError(
@@ -52,54 +59,33 @@ def initialize(job_addresses, num_processes, process_id):
     """Joins the other processes as a client of DTensor.
 
     Args:
-        job_addresses: String, comma-separated `host:port` of all processes.
-        num_processes: Int, number of processes.
-        process_id: Int from 0 to `num_processes - 1`.
+        job_addresses: String, comma-separated `host:port` of all processes;
+            `None` where DTensor's own variables say it.
+        num_processes: Int, number of processes; `None` likewise.
+        process_id: Int, index of this process; `None` likewise.
     """
-    if num_processes is not None and num_processes > 1:
-        if not job_addresses or len(job_addresses.split(",")) != num_processes:
-            raise ValueError(
-                "TensorFlow needs the `host:port` of every process, separated "
-                f"by commas. Received: job_addresses={job_addresses!r}; "
-                f"num_processes={num_processes}"
-            )
-        os.environ["DTENSOR_JOBS"] = job_addresses
-        os.environ["DTENSOR_NUM_CLIENTS"] = str(num_processes)
-        os.environ["DTENSOR_CLIENT_ID"] = str(process_id)
-        os.environ.setdefault("DTENSOR_JOB_NAME", "worker")
-    devices.check_virtual()
-    kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
-    dtensor.initialize_accelerator_system(kind)
+    processes.start(job_addresses, num_processes, process_id)
 
 
 def num_processes():
     """Returns the number of processes."""
-    return dtensor.num_clients()
+    return processes.world_size()
 
 
 def process_id():
     """Returns the index of this process."""
-    return dtensor.client_id()
+    return processes.index()
 
 
 def from_first_process(value):
     """Returns the value that process 0 gave, in every process.
 
-    Args:
-        value: What `pickle` takes.
+    A collective where there are several processes.
 
-    Raises:
-        ValueError: where there are several processes, whose values DTensor
-            has no way to hand around.
+    Args:
+        value: What `pickle` takes; ignored in the other processes.
     """
-    if num_processes() > 1:
-        raise ValueError(
-            "On TensorFlow this is done in one process only: DTensor hands "
-            "tensors between processes, and nothing else. Run it on the "
-            "devices of one host. Received: "
-            f"num_processes()={num_processes()}"
-        )
-    return value
+    return processes.from_first(value)
 
 
 def collective_library(device_type):
@@ -118,6 +104,7 @@ def activate():
     selfcheck.disable_combined_all_reduces()
     if num_processes() == 1:
         selfcheck.check(list_devices())
+    processes.agree_on_seed()
 
 
 def hook_table():
@@ -139,10 +126,13 @@ def distribute_tensor(tensor, layout):
 
 
 def distribute_data_input(per_process_batch, layout, batch_dim_name):
-    """Puts one process's part of a batch on the devices.
+    """Puts a batch on the devices.
 
     Args:
-        per_process_batch: Array or tensor, this process's part of the batch.
+        per_process_batch: Array or tensor, the global batch, the same in
+            every process; under a distribution with
+            `auto_shard_dataset=False`, this process's part of it, and then
+            this is a collective.
         layout: `TensorLayout`, or a layout of DTensor. A batch that it cannot
             split evenly is replicated.
         batch_dim_name: String, mesh axis that splits the batch.
@@ -150,6 +140,8 @@ def distribute_data_input(per_process_batch, layout, batch_dim_name):
     Returns:
         The global batch as a DTensor.
     """
+    if num_processes() > 1 and distribution() is not None:
+        return batches.place(per_process_batch, distribution())
     mesh = getattr(layout, "backend_layout", layout).mesh
     return placement.place_batch(per_process_batch, mesh, batch_dim_name)
 
@@ -182,7 +174,8 @@ def variable_axes(variable):
 def variable_bytes_by_device(variable):
     """Returns a dict of device name to the bytes that it holds of a variable.
 
-    Read from the live tensors; devices of other processes are not listed.
+    A collective where there are several processes: read from the live tensors
+    of each.
     """
     value = variable._value
     if not isinstance(value, dtensor.DVariable):
@@ -195,8 +188,13 @@ def variable_bytes_by_device(variable):
     for device_id, _, part in placement.local_parts(value):
         device = tf.DeviceSpec.from_string(names[device_id])
         name = f"{device.device_type}:{device.device_index}".lower()
+        if num_processes() > 1:
+            name = f"{device.device_type}:{device_id}".lower()
         held[name] = held.get(name, 0) + part.nbytes
-    return held
+    if mesh.num_local_devices() < mesh.size:
+        for others in processes.gather(held, "the bytes of a variable"):
+            held.update(others)
+    return dict(sorted(held.items()))
 
 
 def why_gathered(variable, layer):
@@ -226,26 +224,28 @@ def count_collectives(model, x, y=None):
     return collectives.count_step(model, x, y)
 
 
-def launch(device_count, argv):
-    """Runs a script in this process on a number of devices.
+def launch(plan, argv):
+    """Runs a script on a number of devices, in this process or in several.
 
     Args:
-        device_count: Int. Where TensorFlow finds no accelerator, so many
+        plan: `supervision.Plan`. Where TensorFlow finds no accelerator,
             virtual CPU devices are made.
         argv: List of strings: the script and its arguments.
     """
-    os.environ[devices.CPU_DEVICES] = str(device_count)
+    plan = plan.with_processes()
+    if plan.processes > 1 or plan.dry_run:
+        supervision.launch(plan, argv, _process_variables)
+        return
+    os.environ.update(_process_variables(plan.devices, 0))
     devices.make_virtual()
     available = list_devices()
-    if len(available) < device_count:
+    if len(available) < plan.devices:
         raise ValueError(
-            f"{device_count} devices were asked for, and TensorFlow finds "
+            f"{plan.devices} devices were asked for, and TensorFlow finds "
             f"{len(available)}: {available}. To use virtual CPU devices "
             "instead, hide the others: set CUDA_VISIBLE_DEVICES=-1."
         )
-    sys.argv = list(argv)
-    sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
-    runpy.run_path(argv[0], run_name="__main__")
+    commands.run_script(argv)
 
 
 def how_to_launch(device_count):
@@ -258,6 +258,11 @@ def how_to_launch(device_count):
     return f"To run on {device_count} devices: `{command}`."
 
 
+def _process_variables(device_count, local):
+    """Returns the environment variables of one of a host's processes."""
+    return {devices.CPU_DEVICES: str(device_count)}
+
+
 def _to_backend_device(device_name):
     return tf.DeviceSpec.from_string(f"/device:{device_name.upper()}")
 
@@ -267,6 +272,13 @@ def _to_backend_mesh(device_mesh):
     dims = list(zip(device_mesh.axis_names, device_mesh.shape))
     if num_processes() > 1:
         kind = names[0].split(":")[0].upper()
+        if names != list_devices(kind):
+            raise ValueError(
+                "Over several processes DTensor makes meshes of all devices, "
+                "in their order, only. To bring a model back to one device, "
+                "save it, and load it in a process by itself. All devices: "
+                f"{list_devices(kind)}. Received: devices={names}"
+            )
         return dtensor.create_distributed_mesh(dims, device_type=kind)
     return dtensor.create_mesh(dims, devices=[name.upper() for name in names])
 

@@ -1,8 +1,13 @@
 """What keras_tp replaces in Keras on TensorFlow."""
 
+import functools
+
+from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
+from keras_tp.backend.tensorflow import batches
 from keras_tp.backend.tensorflow import generation
 from keras_tp.backend.tensorflow import ops
+from keras_tp.backend.tensorflow import processes
 from keras_tp.backend.tensorflow import training
 from keras_tp.backend.tensorflow import variables
 
@@ -24,7 +29,38 @@ def _ours(name):
     return hook
 
 
+def _hook_print_msg(original):
+    @functools.wraps(original)
+    def print_msg(*args, **kwargs):
+        if processes.is_first():
+            return original(*args, **kwargs)
+
+    return print_msg
+
+
+def _is_distributed(model):
+    return any(
+        variables.is_distributed(variable)
+        and variable._value.layout.mesh.num_local_devices()
+        < variable._value.layout.mesh.size
+        for variable in model.variables
+    )
+
+
 TABLE = [
+    Hook(
+        "keras.src.backend.tensorflow.trainer:TFEpochIterator",
+        "__init__",
+        batches.hook_epoch_iterator,
+        "processes are fed in step, or stop with an error",
+    ),
+    Hook(
+        "keras.src.utils.io_utils",
+        "print_msg",
+        _hook_print_msg,
+        "one process prints progress",
+    ),
+    *saving.table(processes, _is_distributed),
     *(
         Hook(
             _LIB,

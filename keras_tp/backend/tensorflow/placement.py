@@ -7,6 +7,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
+from keras_tp.backend.tensorflow import processes
+
 _state = threading.local()
 
 
@@ -199,6 +201,7 @@ def read(tensor):
         and not layout.is_fully_replicated()
     ):
         # Parts of it are in other processes.
+        processes.meet("Converting a tensor to numpy, as saving does,")
         replicated = dtensor.Layout.replicated(mesh, len(tensor.shape))
         tensor = dtensor.relayout(tensor, replicated)
         layout = replicated
@@ -277,13 +280,15 @@ def batch_layout(shape, mesh, axis):
     return dtensor.Layout(specs, mesh)
 
 
-def place_batch(batch, mesh, axis):
-    """Puts this process's part of a batch on the devices.
+def place_batch(batch, mesh, axis, part=(0, 1)):
+    """Puts a batch on the devices.
 
     Args:
         batch: Array, tensor or `None`, which is returned as it is.
         mesh: `dtensor.Mesh`.
         axis: String, mesh axis that splits the first dim, or `None`.
+        part: Pair of ints: which of how many parts of the global batch this
+            process gives. Defaults to all of it.
 
     Returns:
         A DTensor; replicated if the axis does not divide the batch.
@@ -304,23 +309,17 @@ def place_batch(batch, mesh, axis):
     if batch.dtype in (tf.string, tf.resource, tf.variant):
         return batch
     shape = list(batch.shape)
-    clients = dtensor.num_clients()
-    if clients == 1 or not shape:
+    index, count = part
+    if count == 1 or not shape:
         return place(batch, batch_layout(shape, mesh, axis))
-    layout = batch_layout([shape[0] * clients, *shape[1:]], mesh, axis)
-    if layout.sharding_specs[:1] != [axis]:
-        raise ValueError(
-            "A batch that is fed by several processes must divide by the "
-            f"batch axis {axis!r} of size {mesh.dim_size(axis)}. Received: "
-            f"{shape[0]} samples in each of {clients} processes"
-        )
     # The devices of a process hold consecutive parts of the global batch.
+    whole = [shape[0] * count, *shape[1:]]
     value = batch.numpy()
-    first = dtensor.client_id() * shape[0]
+    first = index * shape[0]
     return place_parts(
-        lambda part: value[part[0][0] - first : part[0][1] - first],
-        (shape[0] * clients, *shape[1:]),
-        layout,
+        lambda held: value[held[0][0] - first : held[0][1] - first],
+        tuple(whole),
+        batch_layout(whole, mesh, axis),
     )
 
 

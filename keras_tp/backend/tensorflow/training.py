@@ -10,8 +10,10 @@ from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend.tensorflow import batches
 from keras_tp.backend.tensorflow import errors
 from keras_tp.backend.tensorflow import placement
+from keras_tp.backend.tensorflow import processes
 from keras_tp.backend.tensorflow import variables
 
 # The outputs of a model's last step, as long as nothing has waited for it.
@@ -25,14 +27,6 @@ def to_host(outputs):
 
 def _mesh_and_axis(current):
     return current.device_mesh.backend_mesh, current.batch_dim_name
-
-
-def place_data(data, current):
-    """Puts a structure of batches on the devices of a distribution."""
-    mesh, axis = _mesh_and_axis(current)
-    return tree.map_structure(
-        lambda batch: placement.place_batch(batch, mesh, axis), data
-    )
 
 
 def step_on_mesh(model, step):
@@ -80,7 +74,7 @@ def run_on_mesh(step):
     mesh, axis = _mesh_and_axis(current)
 
     def run(data, **kwargs):
-        data = place_data(data, current)
+        data = batches.place(data, current)
         with placement.on_mesh(mesh, axis), errors.explained(step):
             return step(data, **kwargs)
 
@@ -191,6 +185,7 @@ def hook_maybe_symbolic_build(original):
         if iterator is not None:
             # Not a batch: one that is drawn from a generator is gone.
             data_batch = iterator._get_iterator().element_spec
+            processes.same_model(self)
 
         def symbolic(x):
             if x is None or isinstance(

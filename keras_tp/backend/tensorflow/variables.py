@@ -10,6 +10,7 @@ from keras.src.distribution.distribution_lib import set_distribution
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import placement
+from keras_tp.backend.tensorflow import processes
 
 
 class ShardedVariable(dtensor.DVariable):
@@ -34,11 +35,12 @@ def relayout(variable, layout):
     """Moves a variable; see `distribution_lib.relayout_variable`."""
     old = variable._value
     shape = tuple(old.shape)
-    if isinstance(old, dtensor.DVariable):
+    if isinstance(old, dtensor.DVariable) and processes.world_size() == 1:
         parts = placement.local_parts(old)
     else:
         whole = tuple((0, size) for size in shape)
-        parts = [(0, whole, old.read_value().numpy())]
+        value = _whole(old)
+        parts = [(0, whole, value)]
     if layout is None:
         whole = tuple((0, size) for size in shape)
         with placement.off_mesh():
@@ -60,6 +62,15 @@ def relayout(variable, layout):
     new._unique_id = old._unique_id
     variable._layout = layout
     variable._value = new
+
+
+def _whole(value):
+    """Returns all of a variable's value; that of a plain one is compared."""
+    if isinstance(value, dtensor.DVariable):
+        return placement.read(value)
+    value = value.read_value().numpy()
+    processes.same_array(value)
+    return value
 
 
 def _variable(variable, value):
@@ -130,6 +141,7 @@ def hook_initialize(original):
             self._shape = self._validate_shape(value.shape)
             if self._layout is None:
                 self._layout = current.get_variable_layout(self)
+            processes.same_array(np.asarray(value))
             placed = placement.place(value, self._layout.backend_layout)
         self._value = _variable(self, placed)
 
@@ -148,6 +160,7 @@ def hook_direct_assign(original):
             if not placement.is_dtensor(value):
                 with tf.device("CPU:0"):
                     value = tf.cast(value, self._value.dtype)
+                processes.same_array(np.asarray(value))
             value = placement.place(value, layout)
         value = tf.cast(value, self._value.dtype)
         with dtensor.default_mesh(layout.mesh):

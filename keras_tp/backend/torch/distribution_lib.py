@@ -238,14 +238,14 @@ def count_collectives(model, x, y=None):
     return collectives.count_step(model, x, y)
 
 
-def launch(device_count, argv):
-    """Runs a script in as many processes of this machine as devices.
+def launch(plan, argv):
+    """Runs a script in one process for each device.
 
     Args:
-        device_count: Int, number of processes.
+        plan: `supervision.Plan`.
         argv: List of strings: the script and its arguments.
     """
-    launcher.launch(device_count, argv)
+    launcher.launch(plan, argv)
 
 
 def how_to_launch(device_count):

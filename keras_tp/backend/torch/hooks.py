@@ -11,8 +11,8 @@ from keras.src.distribution.distribution_lib import distribution
 from keras.src.distribution.distribution_lib import set_distribution
 from torch.distributed.tensor import DTensor
 
+from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
-from keras_tp.backend.torch import agreement
 from keras_tp.backend.torch import batches
 from keras_tp.backend.torch import caches
 from keras_tp.backend.torch import compiling
@@ -24,7 +24,6 @@ from keras_tp.backend.torch import optimizers
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
 from keras_tp.backend.torch import repeats
-from keras_tp.backend.torch import saving
 from keras_tp.backend.torch import values
 
 
@@ -152,7 +151,7 @@ def _hook_make_function(attribute):
             step = getattr(self, attribute)
             if distribution() is None or step is made:
                 return result
-            agreement.check_model(self)
+            processes.same_model(self)
             if self.jit_compile:
                 compiling.check_compiler()
 
@@ -179,7 +178,7 @@ def _hook_symbolic_build(original):
     def _symbolic_build(self, iterator=None, data_batch=None):
         if iterator is not None:
             # Before the data is compared: models draw random numbers, too.
-            agreement.check_model(self)
+            processes.same_model(self)
         return original(self, iterator=iterator, data_batch=data_batch)
 
     return _symbolic_build
@@ -245,6 +244,12 @@ def _hook_named_parameters(original):
         return original(self, *args, **kwargs)
 
     return named_parameters
+
+
+def _is_distributed(model):
+    return any(
+        isinstance(variable._value, DTensor) for variable in model.variables
+    )
 
 
 def _distribution_lib(original):
@@ -366,34 +371,7 @@ TABLE = [
         _hook_print_msg,
         "one process prints progress",
     ),
-    *(
-        Hook(
-            owner,
-            name,
-            saving.save_once,
-            "all processes gather and one writes",
-        )
-        for owner, name in (
-            ("keras.src.saving.saving_lib", "save_model"),
-            ("keras.src.saving.saving_lib", "save_weights_only"),
-            (
-                "keras.src.legacy.saving.legacy_h5_format",
-                "save_model_to_hdf5",
-            ),
-        )
-    ),
-    Hook(
-        "keras.src.saving.saving_lib",
-        "is_memory_sufficient",
-        saving.by_file,
-        "files of models that are distributed are not read into memory",
-    ),
-    Hook(
-        "keras.src.saving.saving_lib:H5IOStore",
-        "__setitem__",
-        saving.store_once,
-        "processes that do not write keep no copy of the model",
-    ),
+    *saving.table(processes, _is_distributed),
     *(
         Hook(
             "keras.src.backend.torch.random",

@@ -10,10 +10,7 @@ did not come, all of them stop with an error after this time.
 """
 
 import datetime
-import hashlib
-import math
 import os
-import pickle
 import random
 
 import numpy as np
@@ -21,27 +18,14 @@ import torch
 import torch.distributed as dist
 from keras.src.backend.common import global_state
 from keras.src.backend.torch import core
-from keras.src.utils import rng_utils
+
+from keras_tp.backend import agreement
+from keras_tp.backend import waiting
 
 _control = None
 
 
-def _timeout():
-    given = os.environ.get("KERAS_TP_TIMEOUT", "45")
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise ValueError(
-            "The environment variable KERAS_TP_TIMEOUT is how long a process "
-            "waits for the others, in seconds: a number above 0. Received: "
-            f"KERAS_TP_TIMEOUT={given!r}"
-        )
-    return seconds
-
-
-TIMEOUT_S = _timeout()
+TIMEOUT_S = waiting.timeout()
 
 
 def world_size():
@@ -157,20 +141,13 @@ def same_everywhere(what, value, way_out, groups=None):
     """
     if world_size() == 1:
         return [None]
-    if not isinstance(value, bytes):
-        value = pickle.dumps(value)
-    digest = hashlib.sha256(value).hexdigest()[:16]
-    digests = _gather(digest)
-    groups = [0] * len(digests) if groups is None else groups
-    if len(set(zip(groups, digests))) > len(set(groups)):
-        shown = ", ".join(f"{i}: {d}" for i, d in enumerate(digests))
-        of_what = "one model group" if len(set(groups)) > 1 else "this run"
-        raise ValueError(
-            f"The processes of {of_what} hold different {what}, and would "
-            f"train different models. {way_out} Received digests by process: "
-            f"{shown}"
-        )
-    return digests
+    return agreement.same_everywhere(_gather, what, value, way_out, groups)
+
+
+def same_model(model):
+    """Raises on every process unless all hold the same model. A collective."""
+    if world_size() > 1:
+        agreement.same_model(_gather, model)
 
 
 def agree_on_seed():
@@ -183,14 +160,7 @@ def agree_on_seed():
     """
     if world_size() == 1:
         return
-    seeds = _gather(rng_utils.get_random_seed())
-    if len(set(seeds)) > 1:
-        raise ValueError(
-            "The processes of this run were given different seeds, and would "
-            "train different models. Call `keras.utils.set_random_seed` with "
-            "the same seed in every process, or in none. Received seeds by "
-            f"process: {dict(enumerate(seeds))}"
-        )
+    agreement.same_seed(_gather)
     generator = global_state.get_global_attribute("global_seed_generator")
     counter = None
     if generator is not None:

@@ -1,0 +1,74 @@
+"""A run of two processes that ends as its first argument says."""
+
+import os
+import pathlib
+import signal
+import sys
+
+import keras
+import numpy as np
+from keras import layers
+
+from keras_tp import distribution as dist
+from keras_tp.backend import distribution_lib as lib
+
+WHAT, FOLDER = sys.argv[1], pathlib.Path(sys.argv[2])
+INDEX = lib.process_id()
+
+
+def model_parallel():
+    layout_map = dist.LayoutMap(dist.DeviceMesh((1, 4), ["batch", "model"]))
+    layout_map[".*/kernel"] = (None, "model")
+    return dist.ModelParallel(layout_map=layout_map)
+
+
+class KillWhileSaving(layers.Dense):
+    """Ends its process when it is saved the second time."""
+
+    saved = 0
+
+    def save_own_variables(self, store):
+        super().save_own_variables(store)
+        KillWhileSaving.saved += 1
+        if WHAT.startswith("kill_saving") and KillWhileSaving.saved == 2:
+            if INDEX == int(WHAT[-1]):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main():
+    dist.set_distribution(model_parallel())
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            layers.Input((16,)),
+            layers.Dense(32, name="up"),
+            KillWhileSaving(16, name="down"),
+        ]
+    )
+    model.compile("sgd", "mse")
+    x = np.ones((32, 16), "float32")
+    model.fit(x, x, verbose=0)
+    model.save(FOLDER / "model.keras")
+    # What the file has to hold, whatever comes.
+    saved = model.get_weights()
+    if INDEX == 0:
+        np.savez(FOLDER / "saved.npz", *saved)
+    # What counts as time to end begins here.
+    (FOLDER / "began").touch()
+    if WHAT == "raise" and INDEX == 1:
+        raise ValueError("the first error")
+    if WHAT == "exit" and INDEX == 1:
+        sys.exit(7)
+    if WHAT == "one_saves" and INDEX == 0:
+        model.save(FOLDER / "model.keras")
+    if WHAT == "one_reads" and INDEX == 0:
+        model.get_weights()
+    if WHAT == "kill_step" and INDEX == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model.fit(x, x, verbose=0)
+    model.save(FOLDER / "model.keras")
+    if WHAT != "nothing":
+        model.fit(x, x, verbose=0, epochs=10**6)
+
+
+main()

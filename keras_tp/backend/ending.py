@@ -1,0 +1,119 @@
+"""An error of one process ends all of them, and they say whose it was."""
+
+import atexit
+import os
+import sys
+import threading
+import time
+import traceback
+
+# Where a launcher wants to find the error of a process, to print it in order.
+ERROR_FILE = "KERAS_TP_ERROR_FILE"
+# How many devices the launcher was asked for, and the id of its process.
+DEVICES = "KERAS_TP_DEVICES"
+PARENT = "KERAS_TP_LAUNCHER"
+_KEY = "keras_tp/first_error"
+# How often a process looks whether another one failed, and how long it looks:
+# it holds up its own end by no more than that.
+_POLL_S = 0.5
+_LOOK_S = 0.1
+_code = []
+
+
+def tell(text):
+    """Writes an error where it is read: for the launcher, or to stderr."""
+    path = os.environ.get(ERROR_FILE)
+    if path is None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        return
+    with open(path, "a") as file:
+        file.write(f"{time.time()}\n" if file.tell() == 0 else "")
+        file.write(text)
+
+
+def tell_error(kind, error, trace):
+    """Writes an exception with its traceback, as `sys.excepthook` does."""
+    tell("".join(traceback.format_exception(kind, error, trace)))
+
+
+def together(store, put, get):
+    """From now on an uncaught error in one process ends every process.
+
+    Args:
+        store: `Store` of the run.
+        put: Function of a key and bytes, which may raise `RuntimeError` if
+            there is such a key.
+        get: Function of a key and seconds; raises `TimeoutError`.
+    """
+    before = sys.excepthook
+    stopped = threading.Event()
+
+    def excepthook(kind, error, trace):
+        before(kind, error, trace)
+        first_line = traceback.format_exception_only(kind, error)[-1].strip()
+        fail(1, first_line)
+
+    def report(message):
+        try:
+            put(_KEY, f"{store.index} {message}".encode())
+        except RuntimeError:
+            # Another process was first, or the store is gone.
+            return
+
+    def watch():
+        while not stopped.wait(_POLL_S):
+            try:
+                found = get(_KEY, _LOOK_S).decode()
+            except TimeoutError:
+                continue
+            except RuntimeError:
+                # The runtime itself ends a process that lost the others.
+                return
+            index, _, message = found.partition(" ")
+            if _code or int(index) == store.index:
+                return
+            tell(
+                f"Process {store.index} of {store.count} ends, because "
+                f"process {index} failed: {message}\n"
+            )
+            _flush()
+            os._exit(1)
+
+    def fail(code, message):
+        _code.append(code)
+        report(message)
+
+    def leave():
+        # Not within the runtime while Python ends.
+        stopped.set()
+        watcher.join()
+        if not _code:
+            return
+        # Or else the runtime would wait for the others to leave, too.
+        _flush()
+        if store.index == 0:
+            # Holds the store, from which the others learn of the error.
+            time.sleep(1)
+        os._exit(_code[0])
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    _fail.append(fail)
+    sys.excepthook = excepthook
+    watcher.start()
+    # Before what the runtime registered.
+    atexit.register(leave)
+
+
+_fail = []
+
+
+def with_code(code):
+    """Says that this process ends with an exit code that is not 0."""
+    for fail in _fail:
+        fail(code, f"it ended with exit code {code}")
+
+
+def _flush():
+    sys.stdout.flush()
+    sys.stderr.flush()

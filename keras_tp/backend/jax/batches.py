@@ -1,0 +1,191 @@
+"""Batches as arrays over the devices of several processes."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from keras.src import tree
+from keras.src.distribution.distribution_lib import distribution
+from keras.src.distribution.distribution_lib import set_distribution
+
+from keras_tp.backend import feeding
+from keras_tp.backend.jax import processes
+from keras_tp.backend.jax import values
+
+
+def fitting_sharding(shape, layout):
+    """Returns the sharding for a batch: replicated if it does not divide.
+
+    Replicating a batch over the batch axis leaves its numbers as they are:
+    every device computes all of it, and the mean is over the same samples.
+
+    Args:
+        shape: Tuple of ints, of the global batch.
+        layout: `TensorLayout` or `jax.sharding.Sharding`.
+    """
+    sharding = getattr(layout, "backend_layout", layout)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    sizes = sharding.mesh.shape
+    for size, axis in zip(shape, sharding.spec):
+        names = axis if isinstance(axis, tuple) else (axis,) if axis else ()
+        if size % math.prod(sizes[n] for n in names):
+            return jax.sharding.NamedSharding(
+                sharding.mesh, jax.sharding.PartitionSpec()
+            )
+    return sharding
+
+
+def parts_of(current):
+    """Returns the `Parts` that processes are given under a distribution.
+
+    Args:
+        current: A `Distribution`, or `None`.
+
+    Returns:
+        `Parts`; `None` where every process is given the global batch.
+    """
+    if current is None or getattr(current, "auto_shard_dataset", True):
+        return None
+    mesh = current.device_mesh.backend_mesh
+    if mesh.is_multi_process and current.batch_dim_name in mesh.axis_names:
+        dim = mesh.axis_names.index(current.batch_dim_name)
+        owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
+        along = np.indices(owners.shape)[dim]
+        return feeding.find_parts(
+            [along[owners == i] for i in range(processes.world_size())],
+            owners.shape[dim],
+        )
+    return None
+
+
+def place(batch, current, is_part=False):
+    """Returns a batch as arrays under a distribution.
+
+    Args:
+        batch: Structure of arrays: the global batch, the same in every
+            process, or this process's part.
+        current: The `Distribution`.
+        is_part: Boolean. Defaults to `False`.
+    """
+    parts = parts_of(current) if is_part else None
+
+    def place_one(array):
+        if array is None or values.is_spread(array):
+            return array
+        array = np.asarray(array)
+        shape = array.shape
+        if parts is not None and shape:
+            shape = (shape[0] * parts.count, *shape[1:])
+        sharding = fitting_sharding(shape, current.get_data_layout(shape))
+        if sharding.is_fully_addressable:
+            return jax.device_put(array, sharding)
+        if parts is not None and shape:
+            return jax.make_array_from_process_local_data(
+                sharding, array, shape
+            )
+        return values.from_whole(array, sharding)
+
+    return tree.map_structure(place_one, batch)
+
+
+def place_given(batch, current):
+    """Returns a batch, whole or a part as the distribution says, placed.
+
+    A collective where processes are given parts.
+    """
+    parts = parts_of(current)
+    if parts is None or all(
+        array is None or values.is_spread(array)
+        for array in tree.flatten(batch)
+    ):
+        return place(batch, current)
+    batch, is_part = feeding.fit_together(
+        batch, processes.gather, parts, _gather_rows
+    )
+    return place(batch, current, is_part)
+
+
+def hook_distribute_data(original):
+    """A batch of `train_on_batch` and the like is the global one."""
+
+    @functools.wraps(original)
+    def _distribute_data(data, layouts=None):
+        current = distribution()
+        if current is None:
+            return original(data, layouts)
+        return place_given(data, current)
+
+    return _distribute_data
+
+
+def hook_predict_on_batch(original):
+    """Keras hands the batch to the step as it is."""
+
+    @functools.wraps(original)
+    def predict_on_batch(self, x):
+        current = distribution()
+        if current is not None:
+            x = place_given(x, current)
+        return original(self, x)
+
+    return predict_on_batch
+
+
+def hook_epoch_iterator(original):
+    """Keras's adapters see one process: each device takes its part later."""
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        current = distribution()
+        if current is None:
+            original(self, *args, **kwargs)
+            return
+        set_distribution(None)
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            set_distribution(current)
+        self.data_adapter = feeding.AgreedLength(
+            self.data_adapter, processes.gather, parts_of(current) is not None
+        )
+        self._num_batches = self.data_adapter.num_batches
+
+    return __init__
+
+
+def hook_distributed_iterator(original):
+    """The batches of an epoch, in step with the other processes."""
+
+    @functools.wraps(original)
+    def _get_distributed_iterator(self, current):
+        for batch, is_part in feeding.in_step(
+            self.data_adapter.get_jax_iterator(),
+            processes.gather,
+            parts_of(current),
+            _gather_rows,
+        ):
+            yield place(batch, current, is_part)
+
+    return _get_distributed_iterator
+
+
+def hook_symbolic_build(original):
+    """Processes with different models stop before they train."""
+
+    @functools.wraps(original)
+    def _symbolic_build(self, iterator=None, data_batch=None):
+        if iterator is not None:
+            processes.same_model(self)
+        return original(self, iterator=iterator, data_batch=data_batch)
+
+    return _symbolic_build
+
+
+def _gather_rows(array, longest):
+    """Returns the list of the arrays of all processes, padded at the end."""
+    padded = np.zeros((longest, *array.shape[1:]), array.dtype)
+    padded[: array.shape[0]] = array
+    return list(multihost_utils.process_allgather(padded))

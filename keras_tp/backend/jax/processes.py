@@ -1,0 +1,195 @@
+"""The processes of a run, each with some of the devices.
+
+`jax.distributed` joins them, detects schedulers by itself, notices a process
+that died, and has a store of keys through which they meet. A process waits for
+the others for as many seconds as the environment variable KERAS_TP_TIMEOUT
+says when this is imported, by default 45.
+"""
+
+import math
+import os
+import time
+
+import jax
+from jax._src import clusters
+from jax._src import distributed
+
+from keras_tp.backend import agreement
+from keras_tp.backend import ending
+from keras_tp.backend import rendezvous
+from keras_tp.backend import waiting
+from keras_tp.backend.store import Store
+
+TIMEOUT_S = waiting.timeout()
+# How long a process may be silent before JAX ends the others; they have ended
+# when `TIMEOUT_S` is over.
+_HEARTBEAT_S = max(1, math.floor(TIMEOUT_S * 2 / 3))
+
+_store = []
+
+
+def world_size():
+    """Returns the number of processes."""
+    return jax.process_count()
+
+
+def index():
+    """Returns the index of this process."""
+    return jax.process_index()
+
+
+def is_first():
+    """Returns whether this process prints and writes files for all."""
+    return index() == 0
+
+
+def start(job_addresses=None, num_processes=None, process_id=None):
+    """Joins the other processes; does nothing if that was done.
+
+    What is not given, JAX finds out from the scheduler that started the
+    process, if there is one that it knows. Where nothing says that there are
+    others, this process is the only one.
+
+    Args:
+        job_addresses: String, comma-separated `host:port`; that of process 0
+            is enough. Defaults to `None`.
+        num_processes: Int. Defaults to `None`.
+        process_id: Int. Defaults to `None`.
+    """
+    if jax.distributed.is_initialized():
+        return
+    addresses = job_addresses.split(",") if job_addresses else [None]
+    if len(addresses) > 1 and num_processes not in (None, len(addresses)):
+        raise ValueError(
+            "`job_addresses` has to be that of process 0, or those of all "
+            f"processes. Received: job_addresses={job_addresses!r}; "
+            f"num_processes={num_processes}"
+        )
+    began = time.monotonic()
+    address, count, own = _completed(addresses[0], num_processes, process_id)
+    if (address, count, own) == (None, None, None):
+        return
+    if None in (address, count, own):
+        raise ValueError(
+            "Processes are joined by the address of process 0, their number "
+            "and the index of this one, and no scheduler that JAX knows gives "
+            "what is missing. Set KERAS_DISTRIBUTION_JOB_ADDRESSES, "
+            "KERAS_DISTRIBUTION_NUM_PROCESSES and "
+            "KERAS_DISTRIBUTION_PROCESS_ID. Received: "
+            f"job_addresses={address!r}; num_processes={count}; "
+            f"process_id={own}"
+        )
+    if not 0 <= own < count:
+        raise ValueError(
+            f"`process_id` has to be from 0 to {count - 1}. Received: "
+            f"process_id={own}; num_processes={count}"
+        )
+    if count > 1:
+        # Steps under way at once, whose collectives the processes of CPUs may
+        # begin in different orders, wait for each other forever.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+    rendezvous.meet(address, count, own, TIMEOUT_S)
+    left = TIMEOUT_S - (time.monotonic() - began)
+    jax.distributed.initialize(
+        # As they were given: JAX asks the scheduler for the others itself.
+        addresses[0],
+        num_processes,
+        process_id,
+        initialization_timeout=max(5, math.ceil(left)),
+        heartbeat_timeout_seconds=_HEARTBEAT_S,
+    )
+    ending.together(_open(), _put, _get)
+
+
+def store():
+    """Returns the `Store` of the run.
+
+    Raises:
+        RuntimeError: if JAX has several processes that were not joined here.
+    """
+    if not _store:
+        if distributed.global_state.client is None:
+            raise RuntimeError(
+                "JAX runs in several processes that have no store in common. "
+                "Call `keras_tp.distribution.initialize` before anything else."
+            )
+        _open()
+    return _store[0]
+
+
+def gather(value, what):
+    """Returns the list of a small value of every process. A collective."""
+    if world_size() == 1:
+        return [value]
+    return store().gather(value, what)
+
+
+def meet(what):
+    """Waits until every process is here; an error if one does not come."""
+    if world_size() > 1:
+        store().meet(what)
+
+
+def from_first(value):
+    """Returns the value of process 0 in every process. A collective."""
+    return gather(value if is_first() else None, "a value of process 0")[0]
+
+
+def same_model(model):
+    """Raises on every process unless all hold the same model. A collective."""
+    if world_size() > 1:
+        agreement.same_model(lambda v: gather(v, "the start of a model"), model)
+
+
+def same_array(array):
+    """Raises on every process unless all hold the same. A collective."""
+    if world_size() > 1:
+        agreement.same_array(
+            lambda v: gather(v, "the value of a tensor"), array
+        )
+
+
+def agree_on_seed():
+    """Has all processes continue with the random state of process 0.
+
+    A collective.
+    """
+    if world_size() > 1:
+        agreement.one_seed(
+            lambda v: gather(v, "the choice of a seed"), is_first()
+        )
+
+
+def _completed(address, count, own):
+    """Returns address, number and index, as JAX will find them."""
+    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+    return detect(address, count, own, None, None, math.ceil(TIMEOUT_S))[:3]
+
+
+def _open():
+    _store.append(
+        Store(
+            _put,
+            _get,
+            distributed.global_state.client.key_value_delete,
+            index=distributed.global_state.process_id,
+            count=distributed.global_state.num_processes,
+            patience=TIMEOUT_S,
+        )
+    )
+    return _store[0]
+
+
+def _put(key, value):
+    distributed.global_state.client.key_value_set_bytes(key, value)
+
+
+def _get(key, seconds):
+    client = distributed.global_state.client
+    try:
+        return client.blocking_key_value_get_bytes(key, int(seconds * 1000))
+    except jax.errors.JaxRuntimeError as e:
+        if "DEADLINE_EXCEEDED" in str(e):
+            raise TimeoutError(key) from e
+        raise

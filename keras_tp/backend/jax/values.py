@@ -1,0 +1,94 @@
+"""Arrays that several processes hold: their values, and how they are made."""
+
+import functools
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from keras_tp.backend.jax import processes
+
+
+def is_spread(value):
+    """Returns whether devices of other processes hold (parts of) a value."""
+    return isinstance(value, jax.Array) and not value.is_fully_addressable
+
+
+def is_distributed(model):
+    """Returns whether several processes hold the variables of a model."""
+    return any(is_spread(variable._value) for variable in model.variables)
+
+
+def place(value, sharding):
+    """Returns an array with a sharding, eagerly.
+
+    Args:
+        value: Array. One that this process alone holds has to be the same in
+            all of them, which is compared: then this is a collective.
+        sharding: `jax.sharding.Sharding`.
+    """
+    if sharding.is_fully_addressable or is_spread(value):
+        if sharding.is_fully_addressable and is_spread(value):
+            value = np.asarray(value)
+        return jax.device_put(value, sharding)
+    value = np.asarray(value)
+    processes.same_array(value)
+    return from_whole(value, sharding)
+
+
+def from_whole(value, sharding):
+    """Returns an array of which every process holds all, with a sharding."""
+    value = np.asarray(value)
+    return jax.make_array_from_callback(
+        value.shape, sharding, lambda position: value[position]
+    )
+
+
+def hook_value(original):
+    """The whole value of an array, which `numpy()` and saving ask for."""
+
+    def _value(self):
+        if _needs_communication(self):
+            processes.meet("Converting a tensor to numpy, as saving does,")
+            return multihost_utils.process_allgather(self, tiled=True)
+        return original.fget(self)
+
+    return property(_value)
+
+
+def hook_distribute_tensor(original):
+    """A value that each process has on its own devices becomes one array."""
+
+    @functools.wraps(original)
+    def distribute_tensor(tensor, layout):
+        sharding = getattr(layout, "backend_layout", layout)
+        if (
+            processes.world_size() == 1
+            or isinstance(tensor, jax.core.Tracer)
+            or not isinstance(sharding, jax.sharding.Sharding)
+        ):
+            return original(tensor, layout)
+        if is_spread(tensor) and tensor.sharding.is_equivalent_to(
+            sharding, tensor.ndim
+        ):
+            return tensor
+        return place(tensor, sharding)
+
+    return distribute_tensor
+
+
+def _needs_communication(array):
+    """Returns whether this process lacks a part of an array."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return False
+    held = {
+        str(position)
+        for position in array.sharding.addressable_devices_indices_map(
+            array.shape
+        ).values()
+    }
+    whole = {
+        str(position)
+        for position in array.sharding.devices_indices_map(array.shape).values()
+    }
+    return held != whole

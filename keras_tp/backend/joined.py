@@ -1,0 +1,63 @@
+"""Joins the other processes of a run, and then runs a script.
+
+    python -m keras_tp.backend.joined SCRIPT [ARGUMENTS]
+
+What `keras_tp.launch` starts in each process. The script need not call
+`keras_tp.distribution.initialize`; it may.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+from keras_tp.backend import commands
+from keras_tp.backend import ending
+
+
+def main(argv):
+    """Runs a script with its arguments.
+
+    Args:
+        argv: List of strings.
+    """
+    _end_with_launcher()
+    sys.excepthook = ending.tell_error
+    # Keras, and the backend that it picks, take seconds to import.
+    from keras_tp import distribution
+
+    distribution.initialize()
+    wanted = int(os.environ.get(ending.DEVICES, 0))
+    found = distribution.list_devices()
+    if len(found) < wanted:
+        raise ValueError(
+            f"{wanted} devices were asked for, and the processes have "
+            f"{len(found)}: {found}. Ask for as many as there are; for virtual "
+            "CPU devices instead, hide the accelerators."
+        )
+    try:
+        commands.run_script(argv)
+    except SystemExit as e:
+        code = 0 if e.code is None else e.code
+        if not isinstance(code, int):
+            ending.tell(f"{code}\n")
+            code = 1
+        if code != 0:
+            ending.tell(f"It ended with exit code {code}.\n")
+            ending.with_code(code)
+        raise
+
+
+def _end_with_launcher():
+    """Has this process killed when the one that started it is."""
+    parent = os.environ.get(ending.PARENT)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        sys.exit(f"The launcher, process {parent}, has ended.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,139 @@
+"""All processes gather what is saved, and one of them writes.
+
+It writes to a file beside the one that is named, and then puts it in its
+place: a process that ends midway leaves the older file as it was.
+"""
+
+import functools
+import os
+import tempfile
+
+from keras.src import backend
+
+from keras_tp.backend.hooks import Hook
+
+# What Keras writes as one file.
+_FILES = (".keras", ".h5", ".hdf5")
+
+
+def table(processes, is_distributed):
+    """Returns the rows of a hook table.
+
+    Args:
+        processes: The backend's module of that name, with `meet`, `is_first`
+            and `world_size`.
+        is_distributed: Function of a model: whether its variables are split
+            over processes.
+    """
+    return [
+        *(
+            Hook(
+                owner,
+                name,
+                functools.partial(_save_once, processes, is_distributed),
+                "all processes gather and one writes",
+            )
+            for owner, name in (
+                ("keras.src.saving.saving_lib", "save_model"),
+                ("keras.src.saving.saving_lib", "save_weights_only"),
+                (
+                    "keras.src.legacy.saving.legacy_h5_format",
+                    "save_model_to_hdf5",
+                ),
+            )
+        ),
+        Hook(
+            "keras.src.saving.saving_lib",
+            "is_memory_sufficient",
+            functools.partial(_by_file, processes, is_distributed),
+            "files of models that are distributed are not read into memory",
+        ),
+        Hook(
+            "keras.src.saving.saving_lib:H5IOStore",
+            "__setitem__",
+            _store_once,
+            "processes that do not write keep no copy of the model",
+        ),
+    ]
+
+
+def _save_once(processes, is_distributed, original):
+    """All processes gather, one of them writes."""
+
+    @functools.wraps(original)
+    def save(model, filepath, *args, **kwargs):
+        if (
+            processes.world_size() == 1
+            or not is_distributed(model)
+            or not isinstance(filepath, (str, os.PathLike))
+        ):
+            return original(model, filepath, *args, **kwargs)
+        processes.meet("Saving")
+        if processes.is_first():
+            result = _write(original, model, filepath, *args, **kwargs)
+        else:
+            result = _join_save(original, model, filepath, *args, **kwargs)
+        # Whoever loads the file next finds it complete.
+        processes.meet("Saving")
+        return result
+
+    return save
+
+
+def _write(original, model, filepath, *args, **kwargs):
+    path = os.path.realpath(filepath)
+    folder, name = os.path.split(path)
+    if (
+        not name.endswith(_FILES)
+        or os.path.isdir(path)
+        or not os.path.isdir(folder)
+    ):
+        # A folder, or files of several parts, or elsewhere.
+        return original(model, filepath, *args, **kwargs)
+    new = os.path.join(folder, f".{os.getpid()}.{name}")
+    try:
+        result = original(model, new, *args, **kwargs)
+        os.replace(new, path)
+    finally:
+        if os.path.exists(new):
+            os.remove(new)
+    return result
+
+
+def _join_save(original, model, filepath, *args, **kwargs):
+    """Takes part in the gathering and leaves an empty file, then nothing."""
+    _joining.append(True)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            name = os.path.basename(os.fspath(filepath))
+            original(model, os.path.join(folder, name), *args, **kwargs)
+    finally:
+        _joining.pop()
+
+
+_joining = []
+
+
+def _by_file(processes, is_distributed, original):
+    """Keras otherwise reads a `.keras` file as a whole, or makes it so."""
+
+    @functools.wraps(original)
+    def is_memory_sufficient(model):
+        if processes.world_size() > 1 and is_distributed(model):
+            return False
+        return original(model)
+
+    return is_memory_sufficient
+
+
+def _store_once(original):
+    """Who does not write, only gathers."""
+
+    @functools.wraps(original)
+    def __setitem__(self, key, value):
+        if _joining:
+            backend.convert_to_numpy(value)
+            return
+        original(self, key, value)
+
+    return __setitem__

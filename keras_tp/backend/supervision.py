@@ -1,0 +1,282 @@
+"""Starts the processes of a run on this host, and ends them together."""
+
+import collections
+import os
+import queue
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from keras_tp.backend import ending
+from keras_tp.backend import waiting
+
+# What a terminal, a scheduler or a user sends.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+# After the first error, how long others have to report theirs, and then to
+# end.
+_SETTLE_S = 1.0
+_GRACE_S = 3.0
+
+_RUNNER = "keras_tp.backend.joined"
+
+
+class Process(
+    collections.namedtuple("Process", ["index", "command", "environment"])
+):
+    """A process to start.
+
+    Args:
+        index: Int, among all processes of the run.
+        command: List of strings.
+        environment: Dict of the variables that it gets beside those that are
+            set.
+    """
+
+    def __str__(self):
+        variables = [
+            f"{name}={shlex.quote(value)}"
+            for name, value in self.environment.items()
+        ]
+        return " ".join([*variables, shlex.join(self.command)])
+
+
+class Plan(
+    collections.namedtuple(
+        "Plan", ["devices", "processes", "hosts", "host_index", "dry_run"]
+    )
+):
+    """How a run is spread.
+
+    Args:
+        devices: Int, number of devices of the whole run.
+        processes: Int, number of processes of the whole run; `None` for as
+            many as the backend needs.
+        hosts: List of strings, `"host:port"` of each host; empty for this one
+            alone.
+        host_index: Int, which of the hosts this is.
+        dry_run: Boolean, whether to write what would run, and run nothing.
+    """
+
+    def with_processes(self):
+        """Returns the plan with one process on each host, by default."""
+        count = self.processes or max(len(self.hosts), 1)
+        return self._replace(processes=count)
+
+    @property
+    def processes_here(self):
+        """Number of processes of this host."""
+        return self.processes // max(len(self.hosts), 1)
+
+    def addresses(self):
+        """Returns the list of the `host:port` of all processes.
+
+        Processes of one host have ports that follow each other.
+        """
+        if not self.hosts:
+            return [f"127.0.0.1:{port}" for port in _free_ports(self.processes)]
+        hosts = [host.rpartition(":") for host in self.hosts]
+        return [
+            f"{name}:{int(port) + local}"
+            for name, _, port in hosts
+            for local in range(self.processes_here)
+        ]
+
+
+def launch(plan, argv, environment):
+    """Runs a script in the processes of this host; exits if one fails.
+
+    Args:
+        plan: `Plan`.
+        argv: List of strings: the script and its arguments.
+        environment: Function of the number of devices of a process and its
+            index on this host, which returns the variables it needs.
+    """
+    if plan.processes == 1:
+        processes = [
+            Process(0, [sys.executable, *argv], environment(plan.devices, 0))
+        ]
+    else:
+        processes = _processes(plan, argv, environment)
+    if plan.dry_run:
+        sys.stdout.write("".join(f"{process}\n" for process in processes))
+        return
+    code = run(processes, plan.processes)
+    if code:
+        sys.exit(code)
+
+
+def _processes(plan, argv, environment):
+    """Returns the list of `Process` of this host."""
+    addresses = ",".join(plan.addresses())
+    first = plan.host_index * plan.processes_here
+    return [
+        Process(
+            index=first + local,
+            command=[sys.executable, "-m", _RUNNER, *argv],
+            environment={
+                "KERAS_DISTRIBUTION_JOB_ADDRESSES": addresses,
+                "KERAS_DISTRIBUTION_NUM_PROCESSES": str(plan.processes),
+                "KERAS_DISTRIBUTION_PROCESS_ID": str(first + local),
+                ending.DEVICES: str(plan.devices),
+                **environment(plan.devices // plan.processes, local),
+            },
+        )
+        for local in range(plan.processes_here)
+    ]
+
+
+def run(processes, count):
+    """Runs processes until all have ended, and ends all if one fails.
+
+    Signals that this process gets, it hands to all of them.
+
+    Args:
+        processes: List of `Process`.
+        count: Int, number of processes of the whole run.
+
+    Returns:
+        Int, the exit code: 0, or that of the process that failed first.
+    """
+    # Signal handlers write to it, at any moment.
+    events = queue.SimpleQueue()
+    children = []
+    handlers = {}
+    with tempfile.TemporaryDirectory(prefix="keras_tp_") as folder:
+        try:
+            for number in (*_ENDING, *_FORWARDED):
+                handlers[number] = signal.signal(
+                    number, lambda number, frame: events.put(number)
+                )
+            for process in processes:
+                children.append(_Child(process, folder, events))
+            code = _supervise(children, events)
+            _report(children, count)
+            return code
+        finally:
+            for child in children:
+                # What they started may be left.
+                child.send(signal.SIGKILL)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+class _Child:
+    """A process that was started.
+
+    Attributes:
+        failed_at: Float, when it ended with an error of its own; `None` if it
+            did not.
+    """
+
+    def __init__(self, process, folder, events):
+        self.index = process.index
+        self.failed_at = None
+        self.is_told_to_end = False
+        self.is_running = True
+        self._error_file = os.path.join(folder, str(process.index))
+        self._popen = subprocess.Popen(
+            process.command,
+            env={
+                **os.environ,
+                **process.environment,
+                ending.ERROR_FILE: self._error_file,
+                ending.PARENT: str(os.getpid()),
+            },
+            # Signals of the terminal come by way of this process only.
+            start_new_session=True,
+        )
+        threading.Thread(target=self._wait, args=(events,), daemon=True).start()
+
+    @property
+    def code(self):
+        """Its exit code, as a shell has it."""
+        code = self._popen.returncode
+        return 128 - code if code < 0 else code
+
+    def _wait(self, events):
+        self._popen.wait()
+        if self.code and not self.is_told_to_end:
+            self.failed_at = time.time()
+        events.put(self)
+
+    def send(self, number):
+        """Sends a signal to it and to all that it started."""
+        self.is_told_to_end |= number in (*_ENDING, signal.SIGKILL)
+        try:
+            os.killpg(self._popen.pid, number)
+        except ProcessLookupError:
+            return
+
+    def error(self):
+        """Returns when it failed, and how; `None` if it did not."""
+        if os.path.exists(self._error_file):
+            with open(self._error_file) as file:
+                at, _, text = file.read().partition("\n")
+            return float(at), text
+        if self.failed_at is None:
+            return None
+        how = f"It ended with exit code {self.code}.\n"
+        if self._popen.returncode < 0:
+            name = signal.Signals(-self._popen.returncode).name
+            how = f"It was ended by {name}.\n"
+        return self.failed_at, how
+
+
+def _supervise(children, events):
+    """Waits until all have ended; returns the exit code."""
+    code = 0
+    # What is sent when, unless they end before.
+    plan = []
+    while any(child.is_running for child in children):
+        try:
+            left = plan[0][0] - time.monotonic() if plan else None
+            event = events.get(timeout=left and max(left, 0))
+        except queue.Empty:
+            _, number = plan.pop(0)
+            for child in children:
+                child.send(number)
+            continue
+        now = time.monotonic()
+        if isinstance(event, _Child):
+            event.is_running = False
+            if event.code and not plan:
+                code = code or event.code
+                plan = [
+                    (now + _SETTLE_S, signal.SIGTERM),
+                    (now + _SETTLE_S + _GRACE_S, signal.SIGKILL),
+                ]
+            continue
+        for child in children:
+            child.send(event)
+        if event in _ENDING:
+            # Asked twice, there is no more time.
+            patience = 0 if plan else waiting.timeout()
+            code = code or 128 + event
+            plan = [(now + patience, signal.SIGKILL)]
+    return code
+
+
+def _report(children, count):
+    """Writes the errors of the processes, the first of them first."""
+    found = [(child.error(), child.index) for child in children]
+    errors = sorted(entry for entry in found if entry[0] is not None)
+    for number, ((_, text), index) in enumerate(errors):
+        which = "Then" if number else "First error"
+        sys.stderr.write(
+            f"[keras_tp.launch] {which}, process {index} of {count}:\n{text}"
+        )
+    sys.stderr.flush()
+
+
+def _free_ports(count):
+    sockets = [socket.create_server(("", 0)) for _ in range(count)]
+    ports = [server.getsockname()[1] for server in sockets]
+    for server in sockets:
+        server.close()
+    return ports

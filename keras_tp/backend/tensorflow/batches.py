@@ -1,0 +1,130 @@
+"""Batches as DTensors over the devices of several processes."""
+
+import functools
+
+import numpy as np
+import tensorflow as tf
+from keras.src import tree
+from keras.src.distribution.distribution_lib import distribution
+from keras.src.distribution.distribution_lib import set_distribution
+
+from keras_tp.backend import feeding
+from keras_tp.backend.tensorflow import placement
+from keras_tp.backend.tensorflow import processes
+
+
+def parts_of(current):
+    """Returns the `Parts` that processes are given under a distribution.
+
+    Args:
+        current: A `Distribution`, or `None`.
+
+    Returns:
+        `Parts`; `None` where every process is given the global batch.
+    """
+    if processes.world_size() == 1 or getattr(
+        current, "auto_shard_dataset", True
+    ):
+        return None
+    mesh = current.device_mesh
+    if current.batch_dim_name not in mesh.axis_names:
+        return None
+    dim = list(mesh.axis_names).index(current.batch_dim_name)
+    # Devices are listed process by process, as many of each.
+    along = np.indices(mesh.shape)[dim].flatten()
+    count = processes.world_size()
+    return feeding.find_parts(
+        np.split(along, count) if along.size > 1 else [along] * count,
+        mesh.shape[dim],
+    )
+
+
+def place(batch, current):
+    """Returns a batch, whole or a part as the distribution says, as DTensors.
+
+    A collective where processes are given parts.
+    """
+    parts = parts_of(current)
+    is_part = False
+    leaves = [leaf for leaf in tree.flatten(batch) if leaf is not None]
+    if parts is not None and not all(map(placement.is_dtensor, leaves)):
+        batch, is_part = feeding.fit_together(
+            tree.map_structure(_on_host, batch),
+            processes.gather,
+            parts,
+            _gather_rows,
+        )
+    return _placed(batch, current, parts if is_part else None)
+
+
+def _placed(batch, current, parts):
+    mesh, axis = current.device_mesh.backend_mesh, current.batch_dim_name
+    return tree.map_structure(
+        lambda leaf: placement.place_batch(
+            leaf,
+            mesh,
+            axis,
+            part=(parts.by_process[processes.index()], parts.count)
+            if parts
+            else (0, 1),
+        ),
+        batch,
+    )
+
+
+class InStep:
+    """The batches of an epoch, placed, in step with the other processes.
+
+    Args:
+        dataset: `tf.data.Dataset` of global batches, or of parts.
+        current: The `Distribution`.
+    """
+
+    def __init__(self, dataset, current):
+        self._dataset = dataset
+        self._current = current
+        self.element_spec = dataset.element_spec
+
+    def __iter__(self):
+        parts = parts_of(self._current)
+        batches = (
+            tree.map_structure(_on_host, batch) for batch in self._dataset
+        )
+        for batch, is_part in feeding.in_step(
+            batches, processes.gather, parts, _gather_rows
+        ):
+            yield _placed(batch, self._current, parts if is_part else None)
+
+
+def hook_epoch_iterator(original):
+    """Keras's adapters see one process: each device takes its part later."""
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        current = distribution()
+        if current is None or processes.world_size() == 1:
+            original(self, *args, **kwargs)
+            return
+        set_distribution(None)
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            set_distribution(current)
+        self.data_adapter = feeding.AgreedLength(
+            self.data_adapter, processes.gather, parts_of(current) is not None
+        )
+        self._num_batches = self.data_adapter.num_batches
+        self._distributed_dataset = InStep(self._distributed_dataset, current)
+
+    return __init__
+
+
+def _on_host(leaf):
+    if leaf is None or isinstance(leaf, tf.experimental.Optional):
+        return None
+    return np.asarray(leaf)
+
+
+def _gather_rows(array, longest):
+    """Returns the list of the arrays of all processes."""
+    return processes.gather(array, "the rows of a batch")

@@ -1,0 +1,181 @@
+"""The processes of a run, clients of DTensor, each with some of the devices.
+
+TensorFlow's coordination service has a store of keys through which they meet.
+A process waits for the others for as many seconds as the environment variable
+KERAS_TP_TIMEOUT says when this is imported, by default 45.
+"""
+
+import base64
+import os
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+from tensorflow.python.eager import context
+
+from keras_tp.backend import agreement
+from keras_tp.backend import ending
+from keras_tp.backend import rendezvous
+from keras_tp.backend import waiting
+from keras_tp.backend.store import Store
+from keras_tp.backend.tensorflow import devices
+
+TIMEOUT_S = waiting.timeout()
+
+_store = []
+
+
+def world_size():
+    """Returns the number of processes."""
+    return dtensor.num_clients()
+
+
+def index():
+    """Returns the index of this process."""
+    return dtensor.client_id()
+
+
+def is_first():
+    """Returns whether this process prints and writes files for all."""
+    return index() == 0
+
+
+def kind():
+    """Returns the type of device that DTensor runs on, such as `"CPU"`."""
+    return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+
+
+def start(job_addresses=None, num_processes=None, process_id=None):
+    """Joins the other processes; does nothing if that was done.
+
+    What is not given is read from the variables that DTensor has for it. Where
+    nothing says that there are others, this process is the only one.
+
+    Args:
+        job_addresses: String, comma-separated `host:port` of all processes.
+            Defaults to `None`.
+        num_processes: Int. Defaults to `None`.
+        process_id: Int. Defaults to `None`.
+    """
+    if _store:
+        return
+    given = {
+        "DTENSOR_JOBS": job_addresses,
+        "DTENSOR_NUM_CLIENTS": num_processes,
+        "DTENSOR_CLIENT_ID": process_id,
+    }
+    if num_processes == 1 and not os.environ.get("DTENSOR_JOBS"):
+        given = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if os.environ.get(name, str(value)) != str(value):
+            raise ValueError(
+                f"The environment variable {name} is set, and says otherwise "
+                "than `initialize`, or the variables KERAS_DISTRIBUTION_*. "
+                f"Leave out one of them. Received: {name}={os.environ[name]}; "
+                f"{value!r}"
+            )
+        os.environ[name] = str(value)
+    jobs = [job for job in os.environ.get("DTENSOR_JOBS", "").split(",") if job]
+    if not jobs:
+        if (num_processes or 1) > 1:
+            raise ValueError(
+                "TensorFlow needs the `host:port` of every process, separated "
+                f"by commas. Received: job_addresses={job_addresses!r}; "
+                f"num_processes={num_processes}"
+            )
+        return
+    if len(jobs) != dtensor.num_clients():
+        raise ValueError(
+            "TensorFlow needs the `host:port` of every process, separated by "
+            f"commas. Received: job_addresses={','.join(jobs)!r}; "
+            f"num_processes={dtensor.num_clients()}"
+        )
+    os.environ.setdefault("DTENSOR_JOB_NAME", "worker")
+    rendezvous.meet(jobs[0], len(jobs), index(), TIMEOUT_S)
+    devices.make_virtual()
+    dtensor.initialize_accelerator_system(kind())
+    client = context.context()
+    _store.append(
+        Store(
+            _put,
+            _get,
+            client.delete_config_key_value,
+            index=index(),
+            count=world_size(),
+            patience=TIMEOUT_S,
+        )
+    )
+    ending.together(_store[0], _put, _get)
+
+
+def gather(value, what):
+    """Returns the list of a small value of every process. A collective."""
+    if world_size() == 1:
+        return [value]
+    return _opened().gather(value, what)
+
+
+def meet(what):
+    """Waits until every process is here; an error if one does not come."""
+    if world_size() > 1:
+        _opened().meet(what)
+
+
+def from_first(value):
+    """Returns the value of process 0 in every process. A collective."""
+    return gather(value if is_first() else None, "a value of process 0")[0]
+
+
+def same_model(model):
+    """Raises on every process unless all hold the same model. A collective."""
+    if world_size() > 1:
+        agreement.same_model(lambda v: gather(v, "the start of a model"), model)
+
+
+def same_array(array):
+    """Raises on every process unless all hold the same. A collective."""
+    if world_size() > 1:
+        agreement.same_array(
+            lambda v: gather(v, "the value of a tensor"), array
+        )
+
+
+def agree_on_seed():
+    """Has all processes continue with the random state of process 0.
+
+    A collective.
+    """
+    if world_size() > 1:
+        agreement.one_seed(
+            lambda v: gather(v, "the choice of a seed"), is_first()
+        )
+
+
+def _opened():
+    if not _store:
+        raise RuntimeError(
+            "DTENSOR_JOBS names several processes, and they have not been "
+            "joined. Call `keras_tp.distribution.initialize` before anything "
+            "else."
+        )
+    return _store[0]
+
+
+def _put(key, value):
+    text = base64.b64encode(value).decode()
+    try:
+        context.context().set_config_key_value(key, text)
+    except tf.errors.OpError as e:
+        raise RuntimeError(str(e)) from e
+
+
+def _get(key, seconds):
+    milliseconds = max(1, int(seconds * 1000))
+    try:
+        text = context.context().get_config_key_value(key, milliseconds)
+    except tf.errors.DeadlineExceededError as e:
+        raise TimeoutError(key) from e
+    except tf.errors.OpError as e:
+        raise RuntimeError(str(e)) from e
+    return base64.b64decode(text)
