@@ -13,6 +13,7 @@ from keras.src.utils.backend_utils import in_tf_graph
 from keras_tp import backend
 from keras_tp.backend.hooks import Hook
 from keras_tp.distribution import checkpoint
+from keras_tp.distribution import followers
 from keras_tp.distribution import origin
 from keras_tp.distribution import slots
 
@@ -228,7 +229,24 @@ def _hook_global_seed_generator(original):
     return global_seed_generator
 
 
+def _hook_new_variables(original):
+    """What is added to a layer later is laid out as its kernel is."""
+
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        own = distribution_of(self) if self.weights else distribution()
+        mode = self.quantization_mode
+        if original.__name__ == "quantize":
+            mode = args[0] if args else kwargs.get("mode")
+        with scope_of(own), followers.changing(self, mode):
+            return original(self, *args, **kwargs)
+
+    return method
+
+
 _MODEL = "keras.src.models.model:Model"
+_CORE = "keras.src.layers.core"
+_ADDING = ("enable_lora", "quantize", "quantized_build")
 
 TABLE = [
     Hook(
@@ -311,6 +329,22 @@ TABLE = [
         "build",
         slots.lay_out_factors,
         "factored slots are split as their variable is",
+    ),
+    *(
+        Hook(
+            owner,
+            name,
+            _hook_new_variables,
+            "what LoRA and quantization add is split as the kernel is",
+        )
+        for owner, names in (
+            (f"{_CORE}.dense:Dense", _ADDING),
+            (f"{_CORE}.einsum_dense:EinsumDense", _ADDING),
+            (f"{_CORE}.embedding:Embedding", _ADDING),
+            (f"{_CORE}.reversible_embedding:ReversibleEmbedding", _ADDING[1:]),
+            ("keras.src.layers.convolutional.base_conv:BaseConv", _ADDING[:1]),
+        )
+        for name in names
     ),
     Hook(
         "keras.src.random.seed_generator",
