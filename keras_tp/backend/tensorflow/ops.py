@@ -15,6 +15,7 @@ from keras_tp.backend.tensorflow import images
 from keras_tp.backend.tensorflow import lookups
 from keras_tp.backend.tensorflow import philox
 from keras_tp.backend.tensorflow import placement
+from keras_tp.backend.tensorflow import products
 
 
 def _on_mesh(rule):
@@ -398,6 +399,7 @@ _RULES = [
     ("tensorflow:linalg", "diag", diag, "DTensor has none"),
     *images.RULES,
     *lookups.RULES,
+    *products.RULES,
     ("tensorflow", "one_hot", one_hot, "DTensor wants whole indices"),
     (
         "tensorflow:nn.experimental",
