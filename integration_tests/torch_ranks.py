@@ -32,6 +32,7 @@ SHARED = [
             "communication",
             "contamination",
             "faults",
+            "followers",
             "parity",
             "planned_models",
             "public_api",

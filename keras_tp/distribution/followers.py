@@ -10,6 +10,7 @@ import collections
 import contextlib
 import threading
 import warnings
+import weakref
 
 from keras.src.layers import EinsumDense
 from keras.src.layers import Embedding
@@ -50,29 +51,42 @@ class _Change(collections.namedtuple("_Change", ["layer", "mode", "kernels"])):
 
     Args:
         layer: A Keras layer.
-        mode: String, how it is quantized (by this change or before).
-        kernels: Dict of attribute to the `_Source` it held before.
+        mode: String, how it is quantized; or `None`.
+        kernels: Dict of attribute to the `_Source` that it held before.
     """
+
+
+# Layers about to be quantized -> their distribution, and their kernels.
+_noted = weakref.WeakKeyDictionary()
+
+
+def note_kernels(layer, distribution):
+    """Notes what a layer has before it is quantized.
+
+    Args:
+        layer: A Keras layer.
+        distribution: The `Distribution` it was made under, or `None`.
+    """
+    held = {name: getattr(layer, name, None) for name in _KERNELS.values()}
+    kernels = {k: _source(v) for k, v in held.items() if v is not None}
+    _noted[layer] = distribution, kernels
+
+
+def noted_distribution(layer, otherwise):
+    """Returns the distribution that was noted, or another one."""
+    return _noted.get(layer, (otherwise,))[0]
 
 
 @contextlib.contextmanager
 def changing(layer, mode):
-    """Within, the variables that a layer adds follow the kernels it has.
+    """Within, the variables that a layer adds follow its kernels.
 
     Args:
         layer: A Keras layer.
-        mode: String, how it is quantized, now or before; or `None`.
+        mode: String, how it is quantized; or `None`.
     """
+    _, kernels = _noted.pop(layer, (None, {}))
     before = getattr(_state, "change", None)
-    if before is not None and before.layer is layer:
-        # `quantize` calls `quantized_build`, when the kernel is gone.
-        yield
-        return
-    kernels = {}
-    for attribute in _KERNELS.values():
-        kernel = getattr(layer, attribute, None)
-        if kernel is not None:
-            kernels[attribute] = _source(kernel)
     _state.change = _Change(layer, mode, kernels)
     try:
         yield
@@ -106,7 +120,10 @@ def layout_for(variable, named=None):
     if replaced is not None:
         source, dims = replaced, _dims_of_kernel(change, replaced.shape, shape)
     else:
-        source, dims = _dims_of_follower(change, variable.name, shape)
+        kernel, dims = _dims_of_follower(
+            change.layer, change.mode, variable.name, shape
+        )
+        source = None if kernel is None else _source(kernel)
     if source is None or source.layout is None:
         return named
     axes, obstacles = _follow(source, dims, shape)
@@ -130,6 +147,28 @@ def layout_for(variable, named=None):
         why = f"{source.path!r} is whole"
     variable._origin = variable._origin._replace(follows=why)
     return TensorLayout(axes, source.layout.device_mesh)
+
+
+def followers_of(layer):
+    """Yields what LoRA and quantization added to a layer.
+
+    Args:
+        layer: A Keras layer.
+
+    Yields:
+        `(variable, dims, kernel)`: for each dim of the variable that of the
+        kernel which it follows, or `None`.
+    """
+    mode = layer.quantization_mode
+    for variable in (
+        *layer._trainable_variables,
+        *layer._non_trainable_variables,
+    ):
+        kernel, dims = _dims_of_follower(
+            layer, mode, variable.name, tuple(variable.shape)
+        )
+        if kernel is not None and not isinstance(dims, str):
+            yield variable, dims, kernel
 
 
 def _follow(source, dims, shape):
@@ -176,9 +215,8 @@ def _dims_of_kernel(change, old, new):
     return [_outermost(rows, old), _outermost(columns, old)]
 
 
-def _dims_of_follower(change, name, shape):
-    """Returns what a variable of this name follows, and its dims."""
-    layer, mode = change.layer, change.mode
+def _dims_of_follower(layer, mode, name, shape):
+    """Returns the kernel that a variable of this name follows, and its dims."""
     attribute = _SOURCES.get(name)
     if name == "g_idx":
         is_table = isinstance(layer, Embedding)
@@ -186,25 +224,24 @@ def _dims_of_follower(change, name, shape):
     kernel = getattr(layer, attribute, None) if attribute else None
     if kernel is None:
         return None, None
-    source = _source(kernel)
     if mode not in _MODES:
-        return source, f"what {mode!r} adds is not known"
-    ndim = len(source.shape)
+        return kernel, f"what {mode!r} adds is not known"
+    ndim = len(kernel.shape)
     if name.endswith(("_a", "_b")):
-        return source, _dims_of_lora(layer, mode, name, source.shape, shape)
+        return kernel, _dims_of_lora(layer, mode, name, ndim)
     # Quantized along one dim of a matrix, and kept apart along the other.
     kept = 0 if attribute == "_embeddings" else 1
     if name == "g_idx":
-        return source, [1 - kept]
+        return kernel, [1 - kept]
     if mode == "int8" and isinstance(layer, EinsumDense):
-        return source, _dims_of_scale(layer, ndim)
+        return kernel, _dims_of_scale(layer, ndim)
     if len(shape) == 1:
-        return source, [kept]
+        return kernel, [kept]
     # Groups of the other dim are on every device: each looks up its own.
-    return source, [i if i == kept else None for i in range(ndim)]
+    return kernel, [i if i == kept else None for i in range(ndim)]
 
 
-def _dims_of_lora(layer, mode, name, kernel, shape):
+def _dims_of_lora(layer, mode, name, ndim):
     # One dim is the rank, which is never split.
     if mode == "int4" and isinstance(layer, EinsumDense):
         logical = tuple(layer.original_kernel_shape)
@@ -214,7 +251,7 @@ def _dims_of_lora(layer, mode, name, kernel, shape):
             dims[_outermost(rows, logical)] = 0
             dims[_outermost(columns, logical)] = 1
     else:
-        dims = list(range(len(kernel)))
+        dims = list(range(ndim))
     return [*dims[:-1], None] if name.endswith("_a") else [None, dims[-1]]
 
 

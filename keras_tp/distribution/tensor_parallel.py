@@ -110,9 +110,14 @@ class TensorParallel(ModelParallel):
     num_model_replicas = Distribution.num_model_replicas
 
     def get_variable_layout(self, variable):
-        if self._is_given or getattr(variable, "_layout", None) is not None:
-            return super().get_variable_layout(variable)
         shape = tuple(variable.shape)
+        if getattr(variable, "_layout", None) is not None:
+            return variable._layout
+        if self._is_given:
+            axes = self._axes_of_quantized(variable)
+            if axes is None:
+                return super().get_variable_layout(variable)
+            return TensorLayout(axes, self.device_mesh)
         if origin.origin_of(variable).role != origin.WEIGHT:
             return self._replicated(shape)
         axes = self._axes_of(variable)
@@ -124,6 +129,20 @@ class TensorParallel(ModelParallel):
                 return layout
             axes = _largest_dim_split(shape, self.device_mesh)
         return TensorLayout(axes, self.device_mesh)
+
+    def _axes_of_quantized(self, variable):
+        """Returns the axes that a plan of a quantized model gives, or `None`.
+
+        Built, the model may not be quantized yet. What will be replaced is
+        split meanwhile as it can be.
+        """
+        row = self._row(variable)
+        if row is None or row.dtype != "int8":
+            return None
+        if variable._dtype != "int8":
+            return _largest_dim_split(tuple(variable.shape), self.device_mesh)
+        is_alike = row.shape == tuple(variable.shape)
+        return row.layout_axes if is_alike else None
 
     def _note(self, variable, axes):
         self._planned[id(variable)] = weakref.ref(variable), axes

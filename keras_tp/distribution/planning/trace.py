@@ -16,6 +16,7 @@ from keras.src.layers import layer as layer_module
 from keras.src.layers.layer import Layer
 from keras.src.ops.operation import Operation
 
+from keras_tp.distribution import followers
 from keras_tp.distribution.planning import graph as graph_lib
 from keras_tp.distribution.planning import inputs as inputs_lib
 from keras_tp.distribution.planning import rules
@@ -170,6 +171,11 @@ class _Tracer:
         graph.variables = sorted(
             values, key=lambda v: (graph_lib.natural(v.path), v.shape)
         )
+        graph.followers = [
+            (self.value(variable), dims, self.value(kernel))
+            for layer in model._flatten_layers()
+            for variable, dims, kernel in followers.followers_of(layer)
+        ]
 
     def run(self, inputs):
         with contextlib.ExitStack() as stack:
