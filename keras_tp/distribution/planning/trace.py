@@ -82,6 +82,11 @@ def trace_build(build_fn, input_spec=None):
         scope = keras.StatelessScope(initialize_variables=False)
         stack.enter_context(scope)
         stack.enter_context(_initial_values_put_off())
+        # On torch a model that is quantized looks for its parameters anew;
+        # here it has none.
+        if hasattr(Layer, "_track_variables"):
+            Layer._track_variables = lambda layer: None
+            stack.callback(delattr, Layer, "_track_variables")
         return trace(build_fn(), input_spec)
 
 
