@@ -72,7 +72,7 @@ def trained(build, x, y, steps=3):
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     model = build()
-    model.compile(keras.optimizers.SGD(0.002), "mse")
+    model.compile(keras.optimizers.SGD(0.004), "mse")
     losses = [model.train_on_batch(x, y) for _ in range(steps)]
     outputs = keras.tree.flatten(model.predict_on_batch(x))
     # Not `weights_of`: a layer that is shared without a name has no path that
@@ -196,9 +196,9 @@ MEGATRON = {
     "clip": 17,
     # 6 for a block that attends to an encoder, 1 for the gradient of what it
     # attends to, and both tables of tokens or, in Whisper, 1 of convolutions.
-    "bart": 25,
-    "t5": 24,
-    "whisper": 24,
+    "bart": 24,
+    "t5": 23,
+    "whisper": 23,
 }
 # These have 2 heads of keys: on 4 devices it is as in Gemma.
 GROUPED = {"llama_grouped", "llama3", "mistral", "mixtral", "phi3", "qwen"}
@@ -224,15 +224,17 @@ def test_keras_hub(name, request):
 
     x, y = hub_models.data(build())
     shape = harness.fitted((1, 2))
+    # Names are counted: the plan is of what is built next.
+    keras.utils.clear_session()
     parallel = planned(build, shape)
     model = assert_trains_alike(build, x, y, lambda: parallel)
+    assert harness.split_paths(model) == planned_split(parallel)
     if name in MEGATRON:
         # The loss is summed, too, where the logits are split.
         count = MEGATRON[name] + len(parallel.plan.split_outputs)
         count += 4 if name in GROUPED and shape[1] == 4 else 0
-        if keras.config.backend() == "jax" and name != "mixtral":
-            # XLA for CPUs sums the gradients of an input one by one; those of
-            # Mixtral it adds up first, it is not known why.
+        if keras.config.backend() == "jax":
+            # XLA for CPUs sums the gradients of an input one by one.
             count += sum(row.terms - 1 for row in parallel.plan.reductions)
         counted = distribution.count_collectives(model, x, y)
         found = {kind: pair[0] for kind, pair in counted.items() if pair[0]}

@@ -257,7 +257,7 @@ class _Planner(Classes):
                 found[k].append(partial)
             elif partial.tensor.index in needs_gradient:
                 # The gradients of one tensor are added up, then summed.
-                found["gradient", root, partial.tensor.index].append(partial)
+                found["gradient", partial.tensor.index].append(partial)
         return sorted(map(_reduction, found.values()), key=_reduction_key)
 
     def _needs_gradient(self):
