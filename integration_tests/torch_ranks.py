@@ -33,6 +33,7 @@ SHARED = [
             "contamination",
             "faults",
             "generate",
+            "followers",
             "parity",
             "planned_models",
             "public_api",

@@ -17,6 +17,7 @@ from keras.src.distribution import distribution_lib as keras_lib
 
 from keras_tp import backend
 from keras_tp.backend import hooks
+from keras_tp.distribution import followers
 from keras_tp.distribution import model_hooks
 from keras_tp.distribution.layout_map import LayoutMap
 from keras_tp.distribution.origin import WEIGHT
@@ -318,6 +319,7 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
         # A scalar has nothing to split, whatever patterns match it.
         if origin.role == WEIGHT and shape:
             layout = self._layout_map.layout_for(variable.path, origin.root)
+            layout = followers.layout_for(variable, layout)
             if layout is not None and 0 not in shape:
                 check_layout(layout, shape, f"variable {variable.path!r}")
         return self._replicated(shape) if layout is None else layout

@@ -163,7 +163,8 @@ class LayoutReport:
         dead: Dict of each pattern that matches nothing to the nearest paths.
         unmatched: List of `(path, shape, bytes)` of the weights that no
             pattern matches, the largest first. Slots take the layout of their
-            variable and random state is replicated: neither is listed.
+            variable, what LoRA and quantization add that of their kernel, and
+            random state is replicated: none of them is listed.
         ambiguous: Dict of each pattern that matches some paths in full and
             others without the name of their outermost model, to the latter.
     """
@@ -182,7 +183,7 @@ class LayoutReport:
             pattern = layout_map.pattern_for(variable.path, origin.root)
             if pattern is not None:
                 self.matched[pattern].append(variable.path)
-            elif origin.role == WEIGHT:
+            elif origin.role == WEIGHT and origin.follows is None:
                 self.unmatched.append(
                     (variable.path, variable.shape, variable_bytes(variable))
                 )

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import weakref
 
 from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.distribution.distribution_lib import distribution
@@ -14,10 +15,13 @@ from keras_tp import backend
 from keras_tp.backend import hooks
 from keras_tp.backend.hooks import Hook
 from keras_tp.distribution import checkpoint
+from keras_tp.distribution import followers
 from keras_tp.distribution import origin
 from keras_tp.distribution import slots
 
 _calls = threading.local()
+# Layers that LoRA or quantization added variables to.
+_changed = weakref.WeakSet()
 
 
 def distribution_of(layer):
@@ -143,6 +147,7 @@ def _hook_entry_point(original):
     def entry_point(self, *args, **kwargs):
         with entered(self):
             adopt_state(self)
+            _renew_functions(self)
             # A model that is not built has parts whose paths are not known.
             if self.built:
                 check_model(self)
@@ -232,6 +237,71 @@ def _hook_global_seed_generator(original):
             return original()
 
     return global_seed_generator
+
+
+def _hook_before_quantizing(original):
+    """The kernel is gone when what takes its place is made."""
+
+    @functools.wraps(original)
+    def _check_quantize_args(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        followers.note_kernels(self, distribution_of(self))
+
+    return _check_quantize_args
+
+
+def _hook_quantized_build(original):
+    @functools.wraps(original)
+    def quantized_build(self, shape, mode, *args, **kwargs):
+        own = distribution_of(self) if self.weights else distribution()
+        own = followers.noted_distribution(self, own)
+        with scope_of(own), followers.changing(self, mode):
+            original(self, shape, mode, *args, **kwargs)
+        _note_change(self)
+
+    return quantized_build
+
+
+def _hook_enable_lora(original):
+    @functools.wraps(original)
+    def enable_lora(self, *args, **kwargs):
+        mode = self.quantization_mode
+        with (
+            scope_of(distribution_of(self)),
+            followers.changing(self, mode),
+        ):
+            original(self, *args, **kwargs)
+        _note_change(self)
+
+    return enable_lora
+
+
+def _note_change(layer):
+    _changed.add(layer)
+    layer._changes = getattr(layer, "_changes", 0) + 1
+
+
+def forget_functions(layer):
+    """Drops what was compiled for other layouts, or other variables."""
+    for name in (
+        "train_function",
+        "test_function",
+        "predict_function",
+        # KerasHub's.
+        "generate_function",
+    ):
+        if hasattr(layer, name):
+            setattr(layer, name, None)
+
+
+def _renew_functions(model):
+    """A layer that was changed on its own leaves its models as they were."""
+    if not _changed:
+        return
+    count = sum(getattr(p, "_changes", 0) for p in model._flatten_layers())
+    if count != getattr(model, "_changes_compiled", 0):
+        forget_functions(model)
+        model._changes_compiled = count
 
 
 _MODEL = "keras.src.models.model:Model"
@@ -324,6 +394,40 @@ TABLE = [
         "build",
         slots.lay_out_factors,
         "factored slots are split as their variable is",
+    ),
+    Hook(
+        "keras.src.layers.layer:Layer",
+        "_check_quantize_args",
+        _hook_before_quantizing,
+        "what replaces a kernel is split as that was",
+    ),
+    *(
+        Hook(
+            f"keras.src.layers.{owner}",
+            "quantized_build",
+            _hook_quantized_build,
+            "what quantization adds is split as the kernel is",
+        )
+        for owner in (
+            "core.dense:Dense",
+            "core.einsum_dense:EinsumDense",
+            "core.embedding:Embedding",
+            "core.reversible_embedding:ReversibleEmbedding",
+        )
+    ),
+    *(
+        Hook(
+            f"keras.src.layers.{owner}",
+            "enable_lora",
+            _hook_enable_lora,
+            "what LoRA adds is split as the kernel is",
+        )
+        for owner in (
+            "core.dense:Dense",
+            "core.einsum_dense:EinsumDense",
+            "core.embedding:Embedding",
+            "convolutional.base_conv:BaseConv",
+        )
     ),
     Hook(
         "keras.src.random.seed_generator",

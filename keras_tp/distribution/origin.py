@@ -17,7 +17,9 @@ _ROLES = ((BaseOptimizer, SLOT), (Metric, METRIC), (SeedGenerator, SEED))
 
 
 class Origin(
-    collections.namedtuple("Origin", ["role", "root", "distribution"])
+    collections.namedtuple(
+        "Origin", ["role", "root", "distribution", "follows"], defaults=[None]
+    )
 ):
     """Where a variable comes from, noted when it is made.
 
@@ -26,6 +28,8 @@ class Origin(
         root: Name of the outermost model in the variable's path, or `None`
             where the first part of the path is not a model.
         distribution: The `Distribution` that was set, or `None`.
+        follows: String, why what splits its kernel does not split it, of a
+            variable that LoRA or quantization added. Defaults to `None`.
     """
 
 

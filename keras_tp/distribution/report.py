@@ -226,6 +226,9 @@ def _why_replicated(variable, role, axes, distribution):
             origin.METRIC: "metrics are replicated",
             origin.SEED: "random state is replicated",
         }[role]
+    follows = origin.origin_of(variable).follows
+    if follows is not None:
+        return follows
     if hasattr(distribution, "why_replicated"):
         return distribution.why_replicated(variable)
     layout_map = getattr(distribution, "_layout_map", None)

@@ -58,16 +58,7 @@ def distribute_model(model, distribution=None):
         distribution.plan_model(model)
     _move(planned_layouts(model, distribution))
     for layer in model._flatten_layers():
-        # Compiled for the old layouts.
-        for name in (
-            "train_function",
-            "test_function",
-            "predict_function",
-            # KerasHub's.
-            "generate_function",
-        ):
-            if hasattr(layer, name):
-                setattr(layer, name, None)
+        model_hooks.forget_functions(layer)
     if isinstance(model, model_hooks.Model):
         with model_hooks.scope_of(distribution):
             model_hooks.check_model(model)

@@ -1,9 +1,11 @@
 """The distribution whose layouts come from a plan."""
 
 import warnings
+import weakref
 
 from keras_tp import backend
 from keras_tp.distribution import distribution_lib
+from keras_tp.distribution import followers
 from keras_tp.distribution import origin
 from keras_tp.distribution import slots
 from keras_tp.distribution.distribution_lib import Distribution
@@ -108,15 +110,48 @@ class TensorParallel(ModelParallel):
     num_model_replicas = Distribution.num_model_replicas
 
     def get_variable_layout(self, variable):
-        if self._is_given or getattr(variable, "_layout", None) is not None:
-            return super().get_variable_layout(variable)
         shape = tuple(variable.shape)
+        if getattr(variable, "_layout", None) is not None:
+            return variable._layout
+        if self._is_given:
+            axes = self._axes_of_quantized(variable)
+            if axes is None:
+                return super().get_variable_layout(variable)
+            return TensorLayout(axes, self.device_mesh)
         if origin.origin_of(variable).role != origin.WEIGHT:
             return self._replicated(shape)
-        axes = self._planned.get(id(variable), (None, None))[1]
+        axes = self._axes_of(variable)
         if axes is None:
+            layout = followers.layout_for(variable)
+            if layout is not None:
+                # Of a model that may have been planned before it was added.
+                self._note(variable, layout.axes)
+                return layout
             axes = _largest_dim_split(shape, self.device_mesh)
         return TensorLayout(axes, self.device_mesh)
+
+    def _axes_of_quantized(self, variable):
+        """Returns the axes that a plan of a quantized model gives, or `None`.
+
+        Built, the model may not be quantized yet. What will be replaced is
+        split meanwhile as it can be.
+        """
+        row = self._row(variable)
+        if row is None or row.dtype != "int8":
+            return None
+        if variable._dtype != "int8":
+            return _largest_dim_split(tuple(variable.shape), self.device_mesh)
+        is_alike = row.shape == tuple(variable.shape)
+        return row.layout_axes if is_alike else None
+
+    def _note(self, variable, axes):
+        self._planned[id(variable)] = weakref.ref(variable), axes
+
+    def _axes_of(self, variable):
+        """Returns the axes noted for a variable, or `None`."""
+        found, axes = self._planned.get(id(variable), (lambda: None, None))
+        # An id is given to another one when its variable is gone.
+        return axes if found() is variable else None
 
     def plan_model(self, model):
         """Plans a model, unless a plan was given; moves nothing.
@@ -136,14 +171,12 @@ class TensorParallel(ModelParallel):
             },
         )
         for variable in model.weights:
-            # The variable itself, lest its id be given to another one.
-            axes = self.plan[variable.path].layout_axes
-            self._planned[id(variable)] = variable, axes
+            self._note(variable, self.plan[variable.path].layout_axes)
 
     def check_model(self, model):
         """Plans a model that was not planned yet, and moves its variables."""
         if not self._is_given:
-            known = [self._planned.get(id(v)) for v in model.weights]
+            known = [self._axes_of(v) for v in model.weights]
             outermost = getattr(model, "_planned_under", None) is not self
             if None in known or outermost:
                 self.plan_model(model)
@@ -181,6 +214,9 @@ class TensorParallel(ModelParallel):
         for variable in model.weights:
             row = self._row(variable)
             size = variable_bytes(variable)
+            if origin.origin_of(variable).follows is not None:
+                # LoRA or quantization added it, maybe after the plan.
+                continue
             if row is None:
                 unknown.append(variable.path)
             elif (
@@ -253,8 +289,10 @@ def _move_to_plan(model, distribution):
 
     lib = backend.distribution_lib
     planned = sharded_model.planned_layouts(model, distribution)
-    for variable, _, layout in planned:
+    for variable, made, layout in planned:
         before = variable._layout
+        # What followed its kernel is in the plan now.
+        variable._origin = made
         if before is None or tuple(before.axes) != tuple(layout.axes):
             lib.relayout_variable(variable, layout)
             slots.note_slot_layout(variable)

@@ -1,28 +1,90 @@
 """Lookups in a table that is split over its rows: an embedding's."""
 
+import math
+
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import placement
+
+# Computed for each element alone, or for each row.
+_ELEMENTWISE = {
+    "Add",
+    "AddV2",
+    "BitwiseAnd",
+    "BitwiseXor",
+    "Cast",
+    "Identity",
+    "Mul",
+    "RealDiv",
+    "RightShift",
+    "Sub",
+}
 
 
 def _parts_of_rows(table):
     """Returns how many devices share the rows of a table.
 
     Args:
-        table: Tensor or variable. What is computed from variables, and not
-            just read from one, counts as whole.
+        table: Tensor or variable. Of what is computed from variables, as with
+            LoRA or from packed integers, only rows that stay rows are known.
 
     Returns:
-        Int, 1 if it is whole; also if the axis that splits the rows splits
-        batches too, so that every device has other rows to look up.
+        Int, 1 if it is whole, or that is not known; also if the axis that
+        splits the rows splits batches too, so that every device has other rows
+        to look up.
     """
-    specs = placement.specs_of(table)
-    if not specs or len(specs) != len(table.shape):
+    axis = _axis_of_dim(table, 0)
+    if axis in (None, dtensor.UNSHARDED, placement.batch_axis()):
         return 1
-    if specs[0] in (dtensor.UNSHARDED, placement.batch_axis()):
-        return 1
-    return placement.current_mesh().dim_size(specs[0])
+    return placement.current_mesh().dim_size(axis)
+
+
+def _axis_of_dim(x, dim):
+    """Returns the mesh axis that splits a dim; `None` if it is not known."""
+    specs = placement.specs_of(x)
+    if specs is not None:
+        return specs[dim] if len(specs) == len(x.shape) else None
+    if not isinstance(x, tf.Tensor) or tf.executing_eagerly():
+        return None
+    for source, i in _sources(x, dim):
+        axis = _axis_of_dim(source, i)
+        if axis not in (None, dtensor.UNSHARDED):
+            return axis
+    return None
+
+
+def _sources(x, dim):
+    """Yields `(tensor, dim)` of what a dim of a computed tensor comes from."""
+    op, size = x.op, x.shape[dim]
+    inputs = list(op.inputs)
+    if op.type in _ELEMENTWISE:
+        for source in inputs:
+            i = dim - len(x.shape) + len(source.shape)
+            if i >= 0 and source.shape[i] == size:
+                yield source, i
+    elif op.type == "Transpose":
+        order = tf.get_static_value(inputs[1])
+        if order is not None:
+            yield inputs[0], int(order[dim])
+    elif op.type == "MatMul" and not any(
+        op.get_attr(f"transpose_{name}") for name in "ab"
+    ):
+        yield inputs[dim], dim
+    elif op.type == "ConcatV2":
+        if tf.get_static_value(inputs[-1]) != dim:
+            yield inputs[0], dim
+    elif op.type in ("ExpandDims", "Reshape", "StridedSlice"):
+        yield from _same_place(inputs[0], x, dim)
+
+
+def _same_place(source, x, dim):
+    """Yields the dim of `source` that has the same stride from the end."""
+    for i, size in enumerate(source.shape):
+        if size == x.shape[dim] and (
+            math.prod(source.shape[i + 1 :]) == math.prod(x.shape[dim + 1 :])
+        ):
+            yield source, i
 
 
 def gather(
@@ -75,8 +137,13 @@ def gather(
             dy = tf.reshape(dy, [-1, *row])
             return tf.math.unsorted_segment_sum(dy, flat, rows)
 
-        found = tf.reduce_sum(found, 0)
-        return tf.reshape(found, [*indices.shape, *row]), gradient
+        if found.dtype in (tf.int8, tf.uint8, tf.int16, tf.uint16):
+            # Exact, and 32 bits: DTensor adds up integers as 64.
+            total = tf.reduce_sum(tf.cast(found, tf.float32), 0)
+            total = tf.cast(total, found.dtype)
+        else:
+            total = tf.reduce_sum(found, 0)
+        return tf.reshape(total, [*indices.shape, *row]), gradient
 
     return look_up(tf.convert_to_tensor(params))
 

@@ -16,6 +16,7 @@ from keras_tp.backend.tensorflow import images
 from keras_tp.backend.tensorflow import lookups
 from keras_tp.backend.tensorflow import philox
 from keras_tp.backend.tensorflow import placement
+from keras_tp.backend.tensorflow import products
 
 
 def _on_mesh(rule):
@@ -402,6 +403,7 @@ _RULES = [
     *generation.RULES,
     *images.RULES,
     *lookups.RULES,
+    *products.RULES,
     ("tensorflow", "one_hot", one_hot, "DTensor wants whole indices"),
     (
         "tensorflow:nn.experimental",

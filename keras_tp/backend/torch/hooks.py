@@ -409,6 +409,12 @@ TABLE = [
         ops_nn.embedding,
         "the gradient of a split table is split",
     ),
+    Hook(
+        "keras.src.backend.torch.numpy",
+        "take",
+        ops_nn.take,
+        "the scales of a split table are not gathered",
+    ),
     *(
         Hook(
             _STATE,

@@ -251,6 +251,23 @@ def _local_mask(mask, ndim, mesh, placements):
     return parts.local_part(mask, mesh, placements)
 
 
+def take(original):
+    """Wraps `take`: numbers are looked up as the rows of a table of one column.
+
+    As the scales of an embedding that is quantized; they would be gathered.
+    """
+
+    @functools.wraps(original)
+    def replacement(x, indices, axis=None):
+        value = getattr(x, "_value", x)
+        if placement.needs_communication(value) and value.ndim == 1:
+            column = value.unsqueeze(-1)
+            return original(column, indices, axis=0).squeeze(-1)
+        return original(x, indices, axis=axis)
+
+    return replacement
+
+
 def embedding(original):
     """Wraps `torch.nn.functional.embedding` with one for split tables.
 

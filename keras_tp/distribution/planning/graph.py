@@ -96,6 +96,9 @@ class Graph:
         variables: List of `Value`s, one for each weight of the model, used or
             not, in the natural order of their paths. The order of
             `model.weights` differs from run to run.
+        followers: List of what LoRA and quantization add: a `Value`, for
+            each of its dims that of the kernel or `None`, and the kernel's
+            `Value`.
         batch: Int, the size that stands for the batch.
         length: Int, the size that stands for every other unknown dim.
         leaves: Dict of the path of each layer that could not be traced
@@ -109,6 +112,7 @@ class Graph:
         self.inputs = []
         self.outputs = []
         self.variables = []
+        self.followers = []
         self.batch = batch
         self.length = length
         self.leaves = {}

@@ -431,9 +431,53 @@ def test_lora_follows_its_kernel():
     }
 
 
+def test_lora_sums_the_gradients_of_its_whole_factors():
+    model = mlp()
+    bare = plan_of(model).collectives(2)["all_reduce"]
+    for name in ("up", "down"):
+        model.get_layer(name).enable_lora(4)
+    count, size = plan_of(model).collectives(2)["all_reduce"]
+    factors = [
+        model.get_layer("up").lora_kernel_a,
+        model.get_layer("down").lora_kernel_b,
+    ]
+    assert count == bare[0] + 2
+    assert size == bare[1] + sum(4 * np.prod(f.shape) for f in factors)
+
+
 def test_int8_is_split_as_floats_are():
     model = mlp()
     model.quantize("int8")
     plan = plan_of(model)
-    assert split(plan) == PAIR
-    assert "not in the forward pass" in plan["up/kernel_scale"].why
+    assert split(plan) == {**PAIR, "up/kernel_scale": 0}
+
+
+@pytest.mark.parametrize("block_size", [-1, 4])
+def test_int4_is_split_in_whole_bytes(block_size):
+    model = mlp()
+    config = keras.quantizers.Int4QuantizationConfig(block_size=block_size)
+    model.quantize("int4", config=config)
+    found = split(plan_of(model))
+    expected = {**PAIR, "up/kernel_scale": 0}
+    if block_size == 4:
+        # The groups of rows are on every device, and looked up there.
+        expected |= {"up/kernel_scale": 1, "up/kernel_zero": 1}
+        expected |= {"down/g_idx": 0}
+    assert found == expected
+    assert split(plan_of(model, count=16)).get("up/kernel") is None
+
+
+def test_a_scale_goes_with_its_kernel_only():
+    """Larger than the kernel, it would be split along its other dim."""
+    inputs = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(24, 32, name="tokens")(inputs)
+    model = keras.Model(inputs, layers.Dense(12, name="down")(x))
+    config = keras.quantizers.Int4QuantizationConfig(block_size=2)
+    model.quantize("int4", config=config)
+    kernel, scale = (
+        plan_of(model)[f"tokens/{name}"].axes
+        for name in ("embeddings", "embeddings_scale")
+    )
+    assert any(kernel)
+    assert scale[0] == kernel[0]
+    assert scale[1] is None

@@ -166,6 +166,14 @@ class Dims:
             self._apply(step)
         self.keep_whole(graph.inputs, "data")
         used = {id(v) for s in graph.steps for v in s.inputs + s.variables}
+        for value, kernel_dims, kernel in graph.followers:
+            # Scales are not in the trace, which computes as if with floats.
+            used.add(id(value))
+            for i, dim in enumerate(kernel_dims):
+                if dim is None:
+                    self.keep(value, i, "no dim of its kernel")
+                elif value.shape[i] > 1:
+                    self.join((value.index, i), (kernel.index, dim))
         self.keep_whole(
             [value for value in graph.variables if id(value) not in used],
             "not in the forward pass that was traced",

@@ -64,8 +64,8 @@ def contraction(dims, step, terms, out):
             # The rank of LoRA: the sum would be as large as the kernel.
             dims.keep(*nodes[0], "summed over in a product of weights")
     # One operand split over dims of its own, each device has a part of the
-    # gradient of the other.
-    for x, letters in activations:
+    # gradient of the other. (LoRA's are two weights.)
+    for x, letters in activations or terms:
         for other, other_letters in terms:
             for i, letter in enumerate(other_letters):
                 if letter in out and letter not in letters:

@@ -92,6 +92,7 @@ class _Planner(Classes):
     def __init__(self, graph, count, forced):
         super().__init__(graph, count)
         self.forced = forced
+        self._kernels = {v.path: kernel for v, _, kernel in graph.followers}
         self._sources = {}
         for step in graph.steps:
             if len(step.inputs) == 1 and self.dims.is_weight(step.inputs[0]):
@@ -119,7 +120,15 @@ class _Planner(Classes):
                 and path not in self.forced
             ):
                 found.setdefault(path, (i, blocks))
-        return found
+        return {p: v for p, v in found.items() if self._may_go(p, root, found)}
+
+    def _may_go(self, path, root, free):
+        """Whether the kernel that a variable follows, if any, is split too."""
+        kernel = self._kernels.get(path)
+        if kernel is None or kernel.path in free:
+            return True
+        dim = self.forced.get(kernel.path)
+        return dim is not None and self.class_of((kernel.index, dim))[0] == root
 
     def _bytes(self, paths):
         return sum(self.by_path[path].nbytes for path in paths)
@@ -194,7 +203,9 @@ class _Planner(Classes):
         """Returns a dict of (variable, class) to what a split of it does."""
         uses = {}
         for partial in self.dims.partials:
-            if partial.backward:
+            if all(map(self.dims.is_weight, partial.step.inputs)):
+                use = "as the kernel that LoRA adds to"
+            elif partial.backward:
                 use = "column: the gradient of its input is summed"
             elif partial.step.kind == "Take":
                 use = "rows of a table: what is looked up is summed"
@@ -246,7 +257,7 @@ class _Planner(Classes):
                 found[k].append(partial)
             elif partial.tensor.index in needs_gradient:
                 # The gradients of one tensor are added up, then summed.
-                found["gradient", root, partial.tensor.index].append(partial)
+                found["gradient", partial.tensor.index].append(partial)
         return sorted(map(_reduction, found.values()), key=_reduction_key)
 
     def _needs_gradient(self):

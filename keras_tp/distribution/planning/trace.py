@@ -16,6 +16,7 @@ from keras.src.layers import layer as layer_module
 from keras.src.layers.layer import Layer
 from keras.src.ops.operation import Operation
 
+from keras_tp.distribution import followers
 from keras_tp.distribution.planning import graph as graph_lib
 from keras_tp.distribution.planning import inputs as inputs_lib
 from keras_tp.distribution.planning import rules
@@ -81,6 +82,11 @@ def trace_build(build_fn, input_spec=None):
         scope = keras.StatelessScope(initialize_variables=False)
         stack.enter_context(scope)
         stack.enter_context(_initial_values_put_off())
+        # On torch a model that is quantized looks for its parameters anew;
+        # here it has none.
+        if hasattr(Layer, "_track_variables"):
+            Layer._track_variables = lambda layer: None
+            stack.callback(delattr, Layer, "_track_variables")
         return trace(build_fn(), input_spec)
 
 
@@ -170,6 +176,11 @@ class _Tracer:
         graph.variables = sorted(
             values, key=lambda v: (graph_lib.natural(v.path), v.shape)
         )
+        graph.followers = [
+            (self.value(variable), dims, self.value(kernel))
+            for layer in model._flatten_layers()
+            for variable, dims, kernel in followers.followers_of(layer)
+        ]
 
     def run(self, inputs):
         with contextlib.ExitStack() as stack:
