@@ -65,32 +65,31 @@ def start(job_addresses=None, num_processes=None, process_id=None):
     }
     if num_processes == 1 and not os.environ.get("DTENSOR_JOBS"):
         given = {}
+    settings = {name: os.environ.get(name) for name in given}
     for name, value in given.items():
         if value is None:
             continue
-        if os.environ.get(name, str(value)) != str(value):
+        if (settings[name] or str(value)) != str(value):
             raise ValueError(
                 f"The environment variable {name} is set, and says otherwise "
                 "than `initialize`, or the variables KERAS_DISTRIBUTION_*. "
-                f"Leave out one of them. Received: {name}={os.environ[name]}; "
+                f"Leave out one of them. Received: {name}={settings[name]}; "
                 f"{value!r}"
             )
-        os.environ[name] = str(value)
-    jobs = [job for job in os.environ.get("DTENSOR_JOBS", "").split(",") if job]
-    if not jobs:
-        if (num_processes or 1) > 1:
-            raise ValueError(
-                "TensorFlow needs the `host:port` of every process, separated "
-                f"by commas. Received: job_addresses={job_addresses!r}; "
-                f"num_processes={num_processes}"
-            )
-        return
-    if len(jobs) != dtensor.num_clients():
+        settings[name] = str(value)
+    jobs = [
+        job for job in (settings.get("DTENSOR_JOBS") or "").split(",") if job
+    ]
+    count = int(settings.get("DTENSOR_NUM_CLIENTS") or 1)
+    if len(jobs) != count and (jobs or count > 1):
         raise ValueError(
             "TensorFlow needs the `host:port` of every process, separated by "
             f"commas. Received: job_addresses={','.join(jobs)!r}; "
-            f"num_processes={dtensor.num_clients()}"
+            f"num_processes={count}"
         )
+    if not jobs:
+        return
+    os.environ.update({k: v for k, v in settings.items() if v is not None})
     os.environ.setdefault("DTENSOR_JOB_NAME", "worker")
     rendezvous.meet(jobs[0], len(jobs), index(), TIMEOUT_S)
     devices.make_virtual()
