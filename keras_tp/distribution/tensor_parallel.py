@@ -122,9 +122,9 @@ class TensorParallel(ModelParallel):
             return self._replicated(shape)
         axes = self._axes_of(variable)
         if axes is None:
-            layout = followers.layout_for(variable)
+            # What is added before a plan is made is in the plan.
+            layout = self.plan and followers.layout_for(variable)
             if layout is not None:
-                # Of a model that may have been planned before it was added.
                 self._note(variable, layout.axes)
                 return layout
             axes = _largest_dim_split(shape, self.device_mesh)
