@@ -37,11 +37,11 @@ case ${KERAS_BACKEND:-} in
 torch)
     # What needs several devices runs in the processes that one of these
     # launches: KERAS_TP_TORCH_DEVICES of them, 2 by default.
-    "$PYTHON" -m pytest keras_tp/backend keras_tp/launch_test.py \
+    "$PYTHON" -m pytest --durations=25 keras_tp/backend keras_tp/launch_test.py \
         integration_tests/{benchmark,examples,planning,train_lm}_test.py \
         integration_tests/torch_{launch,processes}_test.py
     ;;
 *)
-    "$PYTHON" -m pytest keras_tp integration_tests
+    "$PYTHON" -m pytest --durations=25 keras_tp integration_tests
     ;;
 esac
