@@ -212,10 +212,14 @@ ROUTER = {
         "reduce_scatter": hub_models.LAYERS,
     },
 }
-# What query, key and value are made of is added to their output, too. DTensor
-# on TensorFlow adds up the parts of a gradient before their sum over the
-# devices only where nothing else is added.
-POST_NORM = {"albert", "bart", "bert", "distil_bert", "roberta"}
+# DTensor on TensorFlow adds up the parts of a gradient before their sum over
+# the devices only where nothing else is added. Of these, what 3 kernels take
+# (query, key and value, after the norm) is added to their output, too, or what
+# 4 take (keys and values of both blocks) is an output of the model.
+SUMMED_APART = {
+    **dict.fromkeys(["albert", "bart", "bert", "distil_bert", "roberta"], 3),
+    **dict.fromkeys(["t5", "whisper"], 4),
+}
 # These have 2 heads of keys: on 4 devices it is as in Gemma.
 GROUPED = {"llama_grouped", "llama3", "mistral", "mixtral", "phi3", "qwen"}
 
@@ -252,10 +256,10 @@ def test_keras_hub(name, request):
         if keras.config.backend() == "jax":
             # XLA for CPUs sums the gradients of an input one by one.
             count += sum(row.terms - 1 for row in parallel.plan.reductions)
-        if keras.config.backend() == "tensorflow" and name in POST_NORM:
-            count += sum(
-                r.terms - 1 for r in parallel.plan.reductions if r.terms == 3
-            )
+        if keras.config.backend() == "tensorflow":
+            apart = SUMMED_APART.get(name)
+            terms = [row.terms for row in parallel.plan.reductions]
+            count += sum(k - 1 for k in terms if k == apart)
         counted = distribution.count_collectives(model, x, y)
         found = {kind: pair[0] for kind, pair in counted.items() if pair[0]}
         expected = collections.Counter(all_reduce=count)
