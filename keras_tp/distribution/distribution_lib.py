@@ -68,11 +68,9 @@ def initialize(job_addresses=None, num_processes=None, process_id=None):
     `KERAS_DISTRIBUTION_NUM_PROCESSES`, `KERAS_DISTRIBUTION_PROCESS_ID`; what
     is not there either, the backend finds out by itself: JAX from SLURM, Open
     MPI or Kubernetes, torch from the variables of torchrun, TensorFlow from
-    `DTENSOR_*`. Where nothing says that there are other processes, and in a
-    process that has joined them already, this does nothing.
-
-    From then on, on JAX and TensorFlow, an uncaught error in one process ends
-    all of them.
+    `DTENSOR_*`. Where nothing says that there are other processes, or they
+    were joined before, this does nothing. On JAX and TensorFlow an uncaught
+    error in one process then ends all of them.
 
     Args:
         job_addresses: String, comma-separated `host:port` of the processes;
@@ -82,8 +80,7 @@ def initialize(job_addresses=None, num_processes=None, process_id=None):
 
     Raises:
         RuntimeError: if a process does not come within the seconds that
-            `KERAS_TP_TIMEOUT` says, by default 45. On JAX and TensorFlow it
-            names the process.
+            `KERAS_TP_TIMEOUT` says, by default 45.
     """
     env = os.environ
     if job_addresses is None:
@@ -154,8 +151,7 @@ class Distribution(keras_lib.Distribution):
             processes, each is given the whole data, of any kind, and its
             devices take their part of every batch. If not, each process is
             given its own part only, as by a loader that was sharded;
-            `data_shard_id` says which, of as many as there are model
-            replicas or, if these are fewer, processes. Defaults to `True`.
+            `data_shard_id` says which. Defaults to `True`.
     """
 
     def __init__(
