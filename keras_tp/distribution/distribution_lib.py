@@ -66,13 +66,22 @@ def initialize(job_addresses=None, num_processes=None, process_id=None):
 
     To be called before any computation. An argument that is not given is read
     from the environment: `KERAS_DISTRIBUTION_JOB_ADDRESSES`,
-    `KERAS_DISTRIBUTION_NUM_PROCESSES`, `KERAS_DISTRIBUTION_PROCESS_ID`.
+    `KERAS_DISTRIBUTION_NUM_PROCESSES`, `KERAS_DISTRIBUTION_PROCESS_ID`; what
+    is not there either, the backend finds out by itself: JAX from SLURM, Open
+    MPI or Kubernetes, torch from the variables of torchrun, TensorFlow from
+    `DTENSOR_*`. Where nothing says that there are other processes, or they
+    were joined before, this does nothing. On JAX and TensorFlow an uncaught
+    error in one process then ends all of them.
 
     Args:
         job_addresses: String, comma-separated `host:port` of the processes;
-            JAX needs only that of process 0.
+            JAX and torch need only that of process 0.
         num_processes: Int, number of processes.
         process_id: Int from 0 to `num_processes - 1`.
+
+    Raises:
+        RuntimeError: if a process does not come within the seconds that
+            `KERAS_TP_TIMEOUT` says, by default 45.
     """
     env = os.environ
     if job_addresses is None:
@@ -140,11 +149,10 @@ class Distribution(keras_lib.Distribution):
         batch_dim_name: String, mesh axis that splits the first dim of the
             data. Defaults to `None`.
         auto_shard_dataset: Boolean. Whether, where there are several
-            processes, each is given the whole data, and takes its part of
-            every batch: `tf.data` on JAX and TensorFlow, any data on torch.
-            If not, each process is given its own part only, as by a loader
-            that was sharded; `data_shard_id` of `num_model_replicas` says
-            which. Defaults to `True`.
+            processes, each is given the whole data, of any kind, and its
+            devices take their part of every batch. If not, each process is
+            given its own part only, as by a loader that was sharded;
+            `data_shard_id` says which. Defaults to `True`.
     """
 
     def __init__(
