@@ -47,7 +47,7 @@ if keras.config.backend() == "tensorflow":
     SENT.update(
         all_gather=("all_gather", "all_reduce"),
         reduce_scatter=("all_reduce", "all_to_all"),
-        scatter=("all_reduce", "all_reduce", "all_to_all"),
+        scatter=("all_reduce", "all_to_all"),
     )
 
 
