@@ -45,15 +45,30 @@ def pytest_configure(config):
     )
 
 
+# Kinds of layers, ways to quantize and ways to shard, not each with each.
+FOLLOWERS = (
+    r"followers_test\.py::test_after_sharding\[(?!lora-(mixed|tied)-1x4"
+    r"|lora-images-1x2|int8-(columns|untied)-1x2|int4-(mixed|tied)-1x2"
+    r"|int4 in groups, lora-mixed-1x4)",
+    r"followers_test\.py::test_ways_to_shard\[(planned-(lora|int4)"
+    r"|provisional-(lora|int4)|provisional, used-int|distribute_model-int"
+    r"|TensorParallelKeras-(lora|int8))",
+    r"followers_test\.py::test_before_sharding\[(int4|int8, lora)\]",
+    r"followers_test\.py::test_nothing_is_gathered\[(.*1x4|int8-|int4 in)",
+)
 # What CI leaves out on a backend that needs too long for all: patterns of test
 # names. At least one instance of each claim stays.
 SLOW_ON = {
     "jax": (
+        *FOLLOWERS,
+        r"parity_test\.py::test_adam\[\w+-(1x2|1x4)",
         r"planned_models_test\.py::test_training\[2x2-(opt|multi_head)",
         r"generate_test\.py::.*one_device\[(2-(?!opt)|4-(?!llama))",
         r"generate_test\.py::test_tokens_that_are_drawn\[2\]",
     ),
+    "torch": FOLLOWERS,
     "tensorflow": (
+        *FOLLOWERS,
         r"generate_test\.py::.*one_device\[(2-(?!opt)|4-(?!llama))",
         r"generate_test\.py::test_tokens_that_are_drawn\[2\]",
         r"parity_test\.py::test_sgd\[(?!mlp|llama)\w+-1x2",

@@ -61,8 +61,9 @@ def start(job_addresses=None, num_processes=None, process_id=None):
     addresses = job_addresses.split(",") if job_addresses else [None]
     if len(addresses) > 1 and num_processes not in (None, len(addresses)):
         raise ValueError(
-            "`job_addresses` has to be that of process 0, or those of all "
-            f"processes. Received: job_addresses={job_addresses!r}; "
+            f"job_addresses has {len(addresses)} jobs, but num_processes is "
+            f"{num_processes}. It has to be the address of process 0, or those "
+            f"of all processes. Received: job_addresses={job_addresses!r}; "
             f"num_processes={num_processes}"
         )
     began = time.monotonic()
