@@ -141,7 +141,8 @@ def run(processes, count):
         count: Int, number of processes of the whole run.
 
     Returns:
-        Int, the exit code: 0, or that of the process that failed first.
+        Int, the exit code: 0, that of the process that failed first, or 128
+        and the number of the signal that ended the run.
     """
     # Signal handlers write to it, at any moment.
     events = queue.SimpleQueue()
@@ -155,9 +156,9 @@ def run(processes, count):
                 )
             for process in processes:
                 children.append(_Child(process, folder, events))
-            code = _supervise(children, events)
-            _report(children, count)
-            return code
+            ended_by = _supervise(children, events)
+            first_code = _report(children, count)
+            return 128 + ended_by if ended_by else first_code
         finally:
             for child in children:
                 # What they started may be left.
@@ -229,8 +230,8 @@ class _Child:
 
 
 def _supervise(children, events):
-    """Waits until all have ended; returns the exit code."""
-    code = 0
+    """Waits until all have ended; returns the signal that ended them, or 0."""
+    ended_by = 0
     # What is sent when, unless they end before.
     plan = []
     while any(child.is_running for child in children):
@@ -246,7 +247,6 @@ def _supervise(children, events):
         if isinstance(event, _Child):
             event.is_running = False
             if event.code and not plan:
-                code = code or event.code
                 plan = [
                     (now + _SETTLE_S, signal.SIGTERM),
                     (now + _SETTLE_S + _GRACE_S, signal.SIGKILL),
@@ -257,21 +257,25 @@ def _supervise(children, events):
         if event in _ENDING:
             # Asked twice, there is no more time.
             patience = 0 if plan else waiting.timeout()
-            code = code or 128 + event
+            ended_by = ended_by if plan else event
             plan = [(now + patience, signal.SIGKILL)]
-    return code
+    return ended_by
 
 
 def _report(children, count):
-    """Writes the errors of the processes, the first of them first."""
-    found = [(child.error(), child.index) for child in children]
+    """Writes the errors of the processes; returns the exit code of the first.
+
+    A process whose error ends others may take longer to end than they do.
+    """
+    found = [(child.error(), child.index, child.code) for child in children]
     errors = sorted(entry for entry in found if entry[0] is not None)
-    for number, ((_, text), index) in enumerate(errors):
+    for number, ((_, text), index, _) in enumerate(errors):
         which = "Then" if number else "First error"
         sys.stderr.write(
             f"[keras_tp.launch] {which}, process {index} of {count}:\n{text}"
         )
     sys.stderr.flush()
+    return errors[0][2] if errors else 0
 
 
 def _free_ports(count):
