@@ -271,13 +271,34 @@ def check_errors(shape):
     return found
 
 
+def check_order(shape):
+    """Nothing that processes do together is under way beside something else."""
+    distribute(shape)
+    callbacks = keras.callbacks.CallbackList(model=compiled())
+    found = {"threads": str(callbacks._async_train or callbacks._async_test)}
+    if keras.config.backend() == "jax":
+        import jax
+
+        x = dist.distribute_tensor(
+            keras.ops.ones((1024, 1024)),
+            dist.TensorLayout(("batch", "model"), mesh_of(shape)),
+        )
+        product = jax.jit(lambda x: x @ x @ x @ x)
+        found["under way"] = str(
+            not all(product(x).is_ready() for _ in range(4))
+        )
+    return found
+
+
 CHECKS = {
     name.removeprefix("check_"): function
     for name, function in list(globals().items())
     if name.startswith("check_")
 }
 # Where one mesh says it all.
-ONCE = dict.fromkeys(("errors", "kinds_of_data", "moving", "reports"), (2, 2))
+ONCE = dict.fromkeys(
+    ("errors", "kinds_of_data", "moving", "order", "reports"), (2, 2)
+)
 
 
 def main():

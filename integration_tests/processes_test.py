@@ -176,6 +176,17 @@ def test_what_processes_hold_is_compared(name, text, runs):
         assert any(part in said for part in text.split("|")), said
 
 
+def test_one_thing_is_under_way_at_a_time(runs):
+    """Others could be under way in the other process, which then waits."""
+    _, _, found = runs
+    for index in (0, 1):
+        order = found[index, 2]["order/2x2"]
+        assert set(order.values()) == {"False"}, order
+    # One process waits for nothing.
+    alone = found[0, 1]["order/2x2"]
+    assert set(alone.values()) == ({"True"} if BACKEND == "jax" else {"False"})
+
+
 def test_one_process_prints(runs):
     _, results, _ = runs
     assert results[2].stdout.count("mae:") == 1, results[2].stdout

@@ -557,3 +557,12 @@ def test_compiled_steps_lose_as_eager_ones_do():
     np.testing.assert_allclose(
         fit(jit_compile=True), fit(jit_compile=False), rtol=1e-5
     )
+
+
+def test_callbacks_run_in_the_loop():
+    """In threads they could gather while the next step does."""
+    with model_parallel().scope():
+        model = keras.Sequential([layers.Input((2,)), layers.Dense(2)])
+        callbacks = keras.callbacks.CallbackList(model=model)
+    assert not callbacks._async_train
+    assert not callbacks._async_predict

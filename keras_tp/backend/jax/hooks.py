@@ -7,10 +7,12 @@ import numpy as np
 from keras.src.backend.jax import core
 from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend import callbacks
 from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.jax import batches
 from keras_tp.backend.jax import processes
+from keras_tp.backend.jax import programs
 from keras_tp.backend.jax import values
 
 
@@ -81,6 +83,18 @@ _TRAINER = "keras.src.backend.jax.trainer"
 
 OF_SEVERAL_PROCESSES = [
     Hook(
+        "jax._src.interpreters.pxla:ExecuteReplicated",
+        "__call__",
+        programs.hook_call,
+        "what devices of CPUs send is not taken for that of another program",
+    ),
+    Hook(
+        "jax._src.pjit",
+        "_get_fastpath_data",
+        programs.hook_fast_path,
+        "every program on CPUs is waited for",
+    ),
+    Hook(
         "jax._src.array:ArrayImpl",
         "_value",
         values.hook_value,
@@ -128,6 +142,7 @@ OF_SEVERAL_PROCESSES = [
         _hook_print_msg,
         "one process prints progress",
     ),
+    *callbacks.table(processes),
     *saving.table(processes, values.is_distributed),
 ]
 

@@ -86,8 +86,8 @@ def start(job_addresses=None, num_processes=None, process_id=None):
             f"process_id={own}; num_processes={count}"
         )
     if count > 1:
-        # Steps under way at once, whose collectives the processes of CPUs may
-        # begin in different orders, wait for each other forever.
+        # Programs of one device are not under way at once then; for those of
+        # several, see `programs`.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     rendezvous.meet(address, count, own, TIMEOUT_S)
     left = TIMEOUT_S - (time.monotonic() - began)

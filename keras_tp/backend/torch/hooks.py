@@ -11,6 +11,7 @@ from keras.src.distribution.distribution_lib import distribution
 from keras.src.distribution.distribution_lib import set_distribution
 from torch.distributed.tensor import DTensor
 
+from keras_tp.backend import callbacks
 from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.torch import batches
@@ -371,6 +372,7 @@ TABLE = [
         _hook_print_msg,
         "one process prints progress",
     ),
+    *callbacks.table(processes),
     *saving.table(processes, _is_distributed),
     *(
         Hook(
