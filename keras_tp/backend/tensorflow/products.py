@@ -39,7 +39,56 @@ def _may_be_split_within(a):
     return any(axis != dtensor.UNSHARDED for axis in specs[1:-1])
 
 
+def repeat(original, x, repeats, axis=None):
+    """Heads of keys that stay whole: their gradient is one sum.
+
+    TensorFlow takes the gradient's dim apart again. Where the queries' heads
+    are split over more devices than there are heads to repeat, no device has a
+    whole group, and DTensor gathers all of them.
+    """
+    x = tf.convert_to_tensor(x)
+    if (
+        not isinstance(repeats, int)
+        or axis is None
+        or not x.dtype.is_floating
+        or not _only_repeated_divides(x.shape[axis], repeats)
+    ):
+        return original(x, repeats, axis)
+    axis %= len(x.shape)
+    size = x.shape[axis]
+
+    @tf.custom_gradient
+    def repeated(x):
+        def gradient(dy):
+            group = tf.range(size * repeats) // repeats
+            is_of = group[:, None] == tf.range(size)[None, :]
+            letters = string.ascii_letters[: len(x.shape)]
+            y, z = letters[axis], "Z"
+            return tf.einsum(
+                f"{letters},{y}{z}->{letters.replace(y, z)}",
+                dy,
+                tf.cast(is_of, dy.dtype),
+            )
+
+        return original(x, repeats, axis), gradient
+
+    return repeated(x)
+
+
+def _only_repeated_divides(size, repeats):
+    return size is not None and any(
+        size % count and size * repeats % count == 0
+        for count in placement.current_mesh().shape()
+    )
+
+
 RULES = [
+    (
+        "keras.src.backend.tensorflow.numpy",
+        "repeat",
+        repeat,
+        "DTensor gathers the gradient of heads that stay whole",
+    ),
     ("tensorflow", "matmul", matmul, "DTensor has no BatchMatMulV3"),
     ("tensorflow", "tensordot", tensordot, "DTensor gathers what is joined"),
 ]
