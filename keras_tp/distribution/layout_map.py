@@ -267,6 +267,16 @@ class LayoutReport:
         )
 
 
+def own_layout_map(layout_map):
+    """Returns a plain Keras `LayoutMap` as one of ours."""
+    if isinstance(layout_map, LayoutMap):
+        return layout_map
+    own = LayoutMap(layout_map.device_mesh)
+    for pattern, layout in layout_map.items():
+        own[pattern] = layout
+    return own
+
+
 def variable_bytes(variable):
     """Returns the size of a whole variable in bytes."""
     # `variable.dtype` is the dtype it computes in, `_dtype` that it is kept in.
