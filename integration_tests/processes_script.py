@@ -16,6 +16,7 @@ import numpy as np
 from keras import layers
 
 import keras_tp
+from keras_tp import backend
 from keras_tp import distribution as dist
 from keras_tp.backend import distribution_lib as lib
 
@@ -271,6 +272,30 @@ def check_errors(shape):
     return found
 
 
+def check_collectives(shape):
+    """Of parts so large that gloo's sums of them were wrong."""
+    distribute(shape)
+    mesh = mesh_of(shape)
+    x = np.arange(2 * 2**23, dtype="float32").reshape(2, -1) % 1000
+    placed = dist.distribute_tensor(
+        keras.ops.convert_to_tensor(x),
+        dist.TensorLayout(("batch", None), mesh),
+    )
+    found = {}
+    for name, want in {
+        "reduce_scatter": x.sum(0).reshape(2, -1),
+        "all_gather": np.stack([x.reshape(-1)] * 2),
+    }.items():
+        function = getattr(backend.communication, name)
+        found[name] = 0
+        # They were wrong now and then.
+        for _ in range(5):
+            result = function(placed, mesh, "batch")
+            result = keras.ops.convert_to_numpy(result)
+            found[name] = max(found[name], np.max(np.abs(result - want)))
+    return found
+
+
 def check_order(shape):
     """Nothing that processes do together is under way beside something else."""
     distribute(shape)
@@ -297,7 +322,8 @@ CHECKS = {
 }
 # Where one mesh says it all.
 ONCE = dict.fromkeys(
-    ("errors", "kinds_of_data", "moving", "order", "reports"), (2, 2)
+    ("collectives", "errors", "kinds_of_data", "moving", "order", "reports"),
+    (2, 2),
 )
 
 

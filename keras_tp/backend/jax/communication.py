@@ -4,9 +4,16 @@ A tensor has the devices of one mesh axis as its first dim, split over that
 axis: `x[i]` is what device `i` of the axis holds. Each function is a linear
 map of such tensors, so it means the same without any device: see `Returns:`.
 The other dims stay as they are split.
+
+Between processes of CPUs nothing is reduce-scattered: the sums of large parts
+(16 MiB, with jaxlib 0.10) would be wrong on one device, without an error
+(https://github.com/jax-ml/jax/issues/40830).
 """
 
 import jax
+import jax.numpy as jnp
+
+from keras_tp.backend.jax import processes
 
 
 def all_reduce(x, device_mesh, axis):
@@ -38,12 +45,7 @@ def all_gather(x, device_mesh, axis):
     Returns:
         Tensor of shape `(n, n * k, ...)`: `y[i] = concatenate(x)`.
     """
-    return _map(
-        lambda part: jax.lax.all_gather(part, axis, axis=1, tiled=True),
-        x,
-        device_mesh,
-        axis,
-    )
+    return _map(lambda part: _all_gather(part, axis), x, device_mesh, axis)
 
 
 def reduce_scatter(x, device_mesh, axis):
@@ -120,10 +122,28 @@ def _map(function, x, device_mesh, axis):
     )(x)
 
 
+def _all_gather(part, axis):
+    if processes.are_on_cpus():
+        # The gradient would be a reduce-scatter.
+        size = part.shape[1]
+        whole = jnp.concatenate(
+            [jnp.zeros_like(part)] * jax.lax.axis_size(axis), 1
+        )
+        first = jax.lax.axis_index(axis) * size
+        whole = jax.lax.dynamic_update_slice_in_dim(whole, part, first, 1)
+        return jax.lax.psum(whole, axis)
+    return jax.lax.all_gather(part, axis, axis=1, tiled=True)
+
+
 def _reduce_scatter(part, axis):
+    if processes.are_on_cpus():
+        size = part.shape[1] // jax.lax.axis_size(axis)
+        first = jax.lax.axis_index(axis) * size
+        whole = jax.lax.psum(part, axis)
+        return jax.lax.dynamic_slice_in_dim(whole, first, size, 1)
     return jax.lax.psum_scatter(part, axis, scatter_dimension=1, tiled=True)
 
 
 def _only(part, axis, source):
     is_source = jax.lax.axis_index(axis) == source
-    return jax.numpy.where(is_source, part, jax.numpy.zeros_like(part))
+    return jnp.where(is_source, part, jnp.zeros_like(part))

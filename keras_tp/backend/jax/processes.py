@@ -43,6 +43,11 @@ def is_first():
     return index() == 0
 
 
+def are_on_cpus():
+    """Returns whether devices are CPUs that communicate as processes do."""
+    return jax.distributed.is_initialized() and jax.default_backend() == "cpu"
+
+
 def start(job_addresses=None, num_processes=None, process_id=None):
     """Joins the other processes; does nothing if that was done.
 
