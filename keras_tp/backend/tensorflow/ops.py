@@ -6,11 +6,11 @@ KerasHub and a user's own code alike) or of Keras's backend, and only on a mesh.
 
 import functools
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.hooks import Hook
+from keras_tp.backend.tensorflow import dims
 from keras_tp.backend.tensorflow import generation
 from keras_tp.backend.tensorflow import images
 from keras_tp.backend.tensorflow import lookups
@@ -27,7 +27,8 @@ def _on_mesh(rule):
         def function(*args, **kwargs):
             if placement.current_mesh() is not None:
                 return rule(original, *args, **kwargs)
-            for x in args:
+            # Traced off the mesh, it is the shape that is asked for.
+            for x in args if tf.executing_eagerly() else ():
                 if placement.is_dtensor(x):
                     with placement.on_mesh(dtensor.fetch_layout(x).mesh):
                         return rule(original, *args, **kwargs)
@@ -53,140 +54,7 @@ def _static(value, what):
     return tuple(int(size) for size in found)
 
 
-def _slice(x, axis, start, stop):
-    index = [slice(None)] * len(x.shape)
-    index[axis] = slice(start, stop)
-    return x[tuple(index)]
-
-
 # --- composed of operations that DTensor splits -----------------------------
-
-
-def split(original, value, num_or_size_splits, axis=0, num=None, name=None):
-    """Slices: DTensor cannot split a dim that lies on several devices."""
-    value = tf.convert_to_tensor(value)
-    size = value.shape[axis]
-    sizes = num_or_size_splits
-    if isinstance(sizes, int) and size is not None:
-        if size % sizes:
-            return original(value, sizes, axis)
-        sizes = [size // sizes] * sizes
-    sizes = tf.get_static_value(tf.convert_to_tensor(sizes))
-    if size is None or sizes is None:
-        return original(value, num_or_size_splits, axis, num, name)
-    known = sum(int(s) for s in sizes if s >= 0)
-    sizes = [int(s) if s >= 0 else size - known for s in sizes]
-    parts, start = [], 0
-    for s in sizes:
-        stop = start + s
-        parts.append(_slice(value, axis % len(value.shape), start, stop))
-        start = stop
-    return parts
-
-
-def unstack(original, value, num=None, axis=0, name="unstack"):
-    """Slices: DTensor cannot unstack a dim that lies on several devices."""
-    value = tf.convert_to_tensor(value)
-    size = value.shape[axis]
-    if size is None:
-        return original(value, num, axis, name)
-    axis %= len(value.shape)
-    return [
-        tf.squeeze(_slice(value, axis, i, i + 1), axis) for i in range(size)
-    ]
-
-
-def stack(original, values, axis=0, name="stack"):
-    """Joins what has one more dim: DTensor's way makes every dim whole."""
-    values = [tf.convert_to_tensor(value) for value in values]
-    if not values or not values[0].shape.rank:
-        return original(values, axis, name)
-    return tf.concat([tf.expand_dims(value, axis) for value in values], axis)
-
-
-def getitem(original, x, index, *args):
-    """Takes dims out, and puts new ones in, one by one.
-
-    Both at once, DTensor makes every dim whole, or ends the process: it has no
-    layout for a dim that is put in front.
-    """
-    items = list(index) if isinstance(index, tuple) else [index]
-    simple = (int, np.integer, slice, type(None), type(Ellipsis))
-    changes = [i for i in items if i is None or isinstance(i, simple[:2])]
-    if (
-        not changes
-        or not all(isinstance(item, simple) for item in items)
-        or any(isinstance(item, bool) for item in items)
-    ):
-        return original(x, index, *args)
-    x = tf.convert_to_tensor(x)
-    given = sum(item is not None and item is not Ellipsis for item in items)
-    if Ellipsis not in items:
-        items.append(Ellipsis)
-    at = items.index(Ellipsis)
-    items[at : at + 1] = [slice(None)] * (len(x.shape) - given)
-    old = [item for item in items if item is not None]
-    taken = [i for i, item in enumerate(old) if not isinstance(item, slice)]
-    for i in taken:
-        # The last one is followed by nothing, not by 0.
-        old[i] = slice(old[i], old[i] + 1 or None)
-    x = original(x, tuple(old), *args)
-    x = tf.squeeze(x, taken) if taken else x
-    kept = [item for item in items if item is None or isinstance(item, slice)]
-    for i, item in enumerate(kept):
-        if item is None:
-            x = tf.expand_dims(x, i)
-    return x
-
-
-def squeeze(original, input, axis=None, name=None):  # noqa: A002
-    """A reshape: DTensor's own may keep the shape of the whole tensor."""
-    x = tf.convert_to_tensor(input)
-    if not x.shape.is_fully_defined():
-        return original(x, axis, name)
-    if axis is None:
-        axis = [dim for dim, size in enumerate(x.shape) if size == 1]
-    axes = axis if isinstance(axis, (list, tuple)) else [axis]
-    axes = {int(dim) % len(x.shape) for dim in axes}
-    if any(x.shape[dim] != 1 for dim in axes):
-        return original(x, axis, name)
-    return tf.reshape(
-        x, [size for dim, size in enumerate(x.shape) if dim not in axes]
-    )
-
-
-def reverse(original, tensor, axis, name=None):
-    """Gathers the indices from the last to the first."""
-    tensor = tf.convert_to_tensor(tensor)
-    axes = tf.get_static_value(tf.convert_to_tensor(axis))
-    for dim in axes.reshape([-1]):
-        size = tensor.shape[int(dim)]
-        if size is None:
-            return original(tensor, axis, name)
-        tensor = tf.gather(tensor, tf.range(size - 1, -1, -1), axis=int(dim))
-    return tensor
-
-
-def roll(original, input, shift, axis, name=None):  # noqa: A002
-    """Joins the end and the beginning."""
-    input = tf.convert_to_tensor(input)  # noqa: A001
-    shifts = tf.get_static_value(tf.convert_to_tensor(shift))
-    axes = tf.get_static_value(tf.convert_to_tensor(axis))
-    if shifts is None or axes is None:
-        return original(input, shift, axis, name)
-    for by, dim in zip(shifts.reshape([-1]), axes.reshape([-1])):
-        dim = int(dim) % len(input.shape)
-        size = input.shape[dim]
-        by = int(by) % size
-        if by:
-            input = tf.concat(  # noqa: A001
-                [
-                    _slice(input, dim, size - by, size),
-                    _slice(input, dim, 0, size - by),
-                ],
-                dim,
-            )
-    return input
 
 
 def band_part(original, input, num_lower, num_upper, name=None):  # noqa: A002
@@ -262,18 +130,6 @@ def scatter_nd(original, indices, updates, shape, name=None):
     """DTensor's expansion makes shapes of int32, whatever the indices are."""
     indices = tf.cast(indices, tf.int32)
     return original(indices, updates, tf.cast(shape, tf.int32), name)
-
-
-def keras_split(original, x, indices_or_sections, axis=0):
-    """Keras makes tensors of the indices; here they have to be numbers."""
-    if isinstance(indices_or_sections, int) or tf.is_tensor(
-        indices_or_sections
-    ):
-        return original(x, indices_or_sections, axis)
-    x = tf.convert_to_tensor(x)
-    ends = [int(i) for i in indices_or_sections] + [x.shape[axis]]
-    sizes = [b - a for a, b in zip([0, *ends], ends)]
-    return tf.split(x, sizes, axis)
 
 
 # --- random numbers ---------------------------------------------------------
@@ -380,22 +236,7 @@ def decline(original, *args, **kwargs):
 _MASKS = "random numbers are those of one device on every mesh"
 
 _RULES = [
-    ("tensorflow", "split", split, "DTensor cannot split a split dim"),
-    (
-        "keras.src.backend.tensorflow.numpy",
-        "split",
-        keras_split,
-        "DTensor cannot split a split dim",
-    ),
-    ("tensorflow", "unstack", unstack, "DTensor cannot unstack a split dim"),
-    ("tensorflow", "squeeze", squeeze, "DTensor's may keep a wrong shape"),
-    ("tensorflow", "stack", stack, "DTensor makes what it stacks whole"),
-    *(
-        (owner, "__getitem__", getitem, "DTensor has no layout for a new dim")
-        for owner in ("tensorflow:Tensor", "tensorflow:Variable")
-    ),
-    ("tensorflow", "reverse", reverse, "DTensor has no ReverseV2"),
-    ("tensorflow", "roll", roll, "DTensor has no Roll"),
+    *dims.RULES,
     ("tensorflow", "scatter_nd", scatter_nd, "DTensor wants int32 indices"),
     ("tensorflow:linalg", "band_part", band_part, "DTensor has none"),
     ("tensorflow:linalg", "diag_part", diag_part, "DTensor has none"),

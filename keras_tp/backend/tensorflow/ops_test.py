@@ -139,6 +139,19 @@ LAYERS = {
         SEQUENCE,
         lambda: Function(lambda x: keras.ops.cumsum(x, -1)),
     ),
+    "padded_features": (
+        SEQUENCE,
+        lambda: Function(lambda x: keras.ops.pad(x, [[0, 0], [1, 0], [2, 3]])),
+    ),
+    "padded_with_ones": (
+        SEQUENCE,
+        lambda: Function(
+            lambda x: keras.ops.pad(
+                x, [[0, 0], [0, 2], [0, 0]], constant_values=1
+            )
+        ),
+    ),
+    "row_of_a_weight": (SEQUENCE, lambda: RowOfWeight()),
     "one_hot": (
         SEQUENCE,
         lambda: Function(
@@ -155,6 +168,16 @@ class Function(layers.Layer):
 
     def call(self, x):
         return self.function(x)
+
+
+class RowOfWeight(layers.Layer):
+    def build(self, shape):
+        self.table = self.add_weight(
+            (2, shape[-1]), name="table", initializer="random_normal"
+        )
+
+    def call(self, x):
+        return x * self.table[1, None]
 
 
 class SelfAttention(layers.Layer):
@@ -251,6 +274,30 @@ def test_cells_are_not_handed_to_a_fused_kernel():
         with placement.on_mesh(mesh.backend_mesh):
             with pytest.raises(NotImplementedError):
                 function()
+
+
+@pytest.mark.parametrize(
+    "function",
+    {
+        "scattered": lambda x: keras.ops.scatter(
+            np.arange(0, 12, 2)[:, None], x, (12,)
+        ),
+        "diagonal": keras.ops.diag,
+        "correlated": lambda x: keras.ops.correlate(x, x[:3], "same"),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_an_operation_on_a_split_vector(function):
+    value = np.arange(6, dtype="float32")
+    _, function = function
+    expected = np.asarray(function(value))
+    mesh = dist.DeviceMesh((2,), ["model"], dist.list_devices()[:2])
+    mesh = mesh.backend_mesh
+    keras_tp.install()
+    placed = placement.place(value, dtensor.Layout(["model"], mesh))
+    with placement.on_mesh(mesh):
+        found = tf.function(function)(placed)
+    np.testing.assert_array_equal(placement.read(found), expected)
 
 
 @pytest.mark.parametrize("axis", [None, 0, (0, 2), -1])
