@@ -173,12 +173,6 @@ def test_what_is_predicted_is_counted(name):
 
 # What CI trains.
 QUICK = {"opt", "llama_grouped"}
-# They end with an error, none with other numbers.
-NOT_ON_TENSORFLOW = {
-    "clip": "DTensor cannot transpose a matrix of samples by samples",
-    "efficient_net": "DTensor tiles the gradient of a mean to a wrong size",
-    "vit": "a tensor that a layer made when it was built is on no mesh",
-}
 
 
 # All-reduces of a step under Megatron's map, on 2 devices: 4 for each of 2
@@ -231,11 +225,8 @@ GROUPED = {"llama_grouped", "llama3", "mistral", "mixtral", "phi3", "qwen"}
         for name in sorted(hub_models.MODELS)
     ],
 )
-def test_keras_hub(name, request):
+def test_keras_hub(name):
     """All the models whose plans are kept, trained for some steps."""
-    if keras.config.backend() == "tensorflow" and name in NOT_ON_TENSORFLOW:
-        reason = NOT_ON_TENSORFLOW[name]
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
 
     def build():
         # In a model of its own: a task of KerasHub has metrics for labels.

@@ -1,7 +1,12 @@
 """Operations on dims that may lie on several devices."""
 
+import math
+
 import numpy as np
 import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from keras_tp.backend.tensorflow import placement
 
 
 def split(original, value, num_or_size_splits, axis=0, num=None, name=None):
@@ -109,6 +114,68 @@ def squeeze(original, input, axis=None, name=None):  # noqa: A002
     )
 
 
+def transpose(original, a, perm=None, conjugate=False, name="transpose"):
+    """A matrix of samples by samples is made whole.
+
+    DTensor wants samples split in the first dim, before and after, and cannot
+    get there.
+    """
+    if not _is_of_samples(a):
+        return original(a, perm, conjugate, name)
+    layout = dtensor.Layout.replicated(placement.current_mesh(), 2)
+
+    def transposed(x):
+        x = original(dtensor.relayout(x, layout), perm, conjugate, name)
+        return dtensor.relayout(x, layout)
+
+    @tf.custom_gradient
+    def transposed_with_gradient(x):
+        # It is symmetric: what undoes a change of two dims, does it too.
+        return transposed(x), transposed
+
+    return transposed_with_gradient(tf.convert_to_tensor(a))
+
+
+def _is_of_samples(x):
+    return (
+        placement.batch_axis() is not None
+        and isinstance(x, tf.Tensor)
+        and len(x.shape) == 2
+        and x.shape[0] is not None
+        and x.shape[0] == x.shape[1]
+        and placement.specs_of(x) is None
+    )
+
+
+def reduce_mean(original, input_tensor, axis=None, keepdims=False, name=None):
+    """Of an image: the gradient is spread over it by a product.
+
+    DTensor repeats a gradient that is whole as if it were split.
+    """
+    x = tf.convert_to_tensor(input_tensor)
+    shape = x.shape
+    axes = tf.get_static_value(axis)
+    if (
+        axes is None
+        or len(shape) < 4
+        or not shape.is_fully_defined()
+        or not x.dtype.is_floating
+    ):
+        return original(x, axis, keepdims, name)
+    axes = [int(dim) % len(shape) for dim in np.ravel(axes)]
+    kept = [1 if dim in axes else size for dim, size in enumerate(shape)]
+    count = math.prod(shape[dim] for dim in axes)
+
+    @tf.custom_gradient
+    def mean(x):
+        def gradient(dy):
+            return tf.reshape(dy / count, kept) * tf.ones(shape, dy.dtype)
+
+        return original(x, axis, keepdims, name), gradient
+
+    return mean(x)
+
+
 def pad(
     original, tensor, paddings, mode="CONSTANT", constant_values=0, name=None
 ):
@@ -190,6 +257,18 @@ RULES = [
     *(
         (owner, "__getitem__", getitem, "DTensor has no layout for a new dim")
         for owner in ("tensorflow:Tensor", "tensorflow:Variable")
+    ),
+    (
+        "tensorflow",
+        "transpose",
+        transpose,
+        "DTensor cannot transpose samples by samples",
+    ),
+    (
+        "tensorflow",
+        "reduce_mean",
+        reduce_mean,
+        "DTensor repeats a gradient to a wrong size",
     ),
     ("tensorflow", "pad", pad, "DTensor cannot pad a split dim"),
     ("tensorflow", "reverse", reverse, "DTensor has no ReverseV2"),

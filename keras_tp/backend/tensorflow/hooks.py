@@ -122,6 +122,12 @@ TABLE = [
         "train and test steps run on the mesh",
     ),
     Hook(
+        "tensorflow.python.framework.func_graph:FuncGraph",
+        "capture",
+        training.hook_capture,
+        "a tensor that a layer made when it was built is on the mesh",
+    ),
+    Hook(
         _TRAINER,
         "make_predict_function",
         training.hook_make_predict_function,

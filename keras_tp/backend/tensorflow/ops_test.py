@@ -151,6 +151,9 @@ LAYERS = {
             )
         ),
     ),
+    "excited": (IMAGE, lambda: Excite()),
+    "samples_by_samples": (SEQUENCE, lambda: Function(by_samples)),
+    "made_when_built": (SEQUENCE, lambda: MadeWhenBuilt()),
     "row_of_a_weight": (SEQUENCE, lambda: RowOfWeight()),
     "one_hot": (
         SEQUENCE,
@@ -168,6 +171,37 @@ class Function(layers.Layer):
 
     def call(self, x):
         return self.function(x)
+
+
+def by_samples(x):
+    flat = keras.ops.reshape(x, (-1, x.shape[1] * x.shape[2])) / 10
+    logits = keras.ops.matmul(flat, keras.ops.transpose(flat))
+    both = logits + 2 * keras.ops.transpose(logits)
+    return x * keras.ops.mean(both, -1)[:, None, None]
+
+
+class Excite(layers.Layer):
+    """Channels scaled by what a small network makes of their means."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Conv2D(8, 1)
+
+    def build(self, shape):
+        self.inner.build((None, 1, 1, shape[-1]))
+
+    def call(self, x):
+        return x * self.inner(keras.ops.mean(x, (1, 2), keepdims=True))
+
+
+class MadeWhenBuilt(layers.Layer):
+    """Keeps a tensor that is no variable."""
+
+    def build(self, shape):
+        self.numbers = keras.ops.linspace(0.0, 1.0, 200)[:, None]
+
+    def call(self, x):
+        return x * keras.ops.mean(self.numbers, 0)
 
 
 class RowOfWeight(layers.Layer):

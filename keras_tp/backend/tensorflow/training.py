@@ -9,6 +9,7 @@ from keras.src import tree
 from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.distribution.distribution_lib import distribution
+from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import batches
 from keras_tp.backend.tensorflow import errors
@@ -79,6 +80,43 @@ def run_on_mesh(step):
             return step(data, **kwargs)
 
     return run
+
+
+def hook_capture(original):
+    """What a layer made when it was built, a tensor and no variable.
+
+    Tensors of a few elements become constants of the graph; larger ones are
+    put on the mesh, or DTensor refuses them.
+    """
+
+    @functools.wraps(original)
+    def capture(self, tensor, *args, **kwargs):
+        mesh = placement.current_mesh()
+        if mesh is None or not _is_value(tensor):
+            return original(self, tensor, *args, **kwargs)
+        # One of them, however often it is used.
+        placed = _placed.setdefault(self, {})
+        if id(tensor) not in placed:
+            layout = dtensor.Layout.replicated(mesh, len(tensor.shape))
+            with tf.init_scope():
+                placed[id(tensor)] = tensor, placement.place(tensor, layout)
+        return original(self, placed[id(tensor)][1], *args, **kwargs)
+
+    return capture
+
+
+# By graph and id, kept as long as the graph is: the tensor and what stands in
+# its place.
+_placed = weakref.WeakKeyDictionary()
+
+
+def _is_value(tensor):
+    if not isinstance(tensor, tf.Tensor) or not hasattr(tensor, "numpy"):
+        return False
+    if not (tensor.dtype.is_floating or tensor.dtype.is_integer):
+        return False
+    with tf.init_scope():
+        return len(tensor.shape) > 0 and not dtensor.is_dtensor(tensor)
 
 
 def hook_make_function(original):
