@@ -254,9 +254,11 @@ RULES = [
     ("tensorflow", "unstack", unstack, "DTensor cannot unstack a split dim"),
     ("tensorflow", "squeeze", squeeze, "DTensor's may keep a wrong shape"),
     ("tensorflow", "stack", stack, "DTensor makes what it stacks whole"),
-    *(
-        (owner, "__getitem__", getitem, "DTensor has no layout for a new dim")
-        for owner in ("tensorflow:Tensor", "tensorflow:Variable")
+    (
+        "tensorflow:Tensor",
+        "__getitem__",
+        getitem,
+        "DTensor has no layout for a new dim",
     ),
     (
         "tensorflow",

@@ -220,6 +220,35 @@ def test_channels_stay_split_from_column_to_row(shape):
         assert counts["all_reduce"] == (1, output)
 
 
+def excited():
+    """Channels scaled by what a small network makes of their means."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((*IMAGE, 3))
+    x = layers.Conv2D(8, 1, activation="relu", name="up")(inputs)
+    means = layers.GlobalAveragePooling2D(keepdims=True)(x)
+    means = layers.Conv2D(4, 1, activation="relu", name="reduce")(means)
+    means = layers.Conv2D(8, 1, activation="sigmoid", name="expand")(means)
+    x = layers.multiply([x, means])
+    x = layers.Conv2D(5, 1, name="down")(x)
+    return keras.Model(inputs, x, name="excited")
+
+
+def test_the_gradient_of_means_that_are_whole():
+    distribution = model_parallel(
+        {
+            ".*(up|reduce)/kernel": (None, None, None, "model"),
+            ".*(up|reduce)/bias": ("model",),
+            ".*(down|expand)/kernel": (None, None, "model", None),
+        },
+        (1, 2),
+    )
+    expected = train(excited())
+    with distribution.scope():
+        model = excited()
+    for actual, wanted in zip(train(model), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-6)
+
+
 GATHERED = {
     "groups": (
         lambda: layers.Conv2D(8, 2, groups=2),

@@ -151,7 +151,6 @@ LAYERS = {
             )
         ),
     ),
-    "excited": (IMAGE, lambda: Excite()),
     "samples_by_samples": (SEQUENCE, lambda: Function(by_samples)),
     "made_when_built": (SEQUENCE, lambda: MadeWhenBuilt()),
     "row_of_a_weight": (SEQUENCE, lambda: RowOfWeight()),
@@ -178,20 +177,6 @@ def by_samples(x):
     logits = keras.ops.matmul(flat, keras.ops.transpose(flat))
     both = logits + 2 * keras.ops.transpose(logits)
     return x * keras.ops.mean(both, -1)[:, None, None]
-
-
-class Excite(layers.Layer):
-    """Channels scaled by what a small network makes of their means."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = layers.Conv2D(8, 1)
-
-    def build(self, shape):
-        self.inner.build((None, 1, 1, shape[-1]))
-
-    def call(self, x):
-        return x * self.inner(keras.ops.mean(x, (1, 2), keepdims=True))
 
 
 class MadeWhenBuilt(layers.Layer):
@@ -318,6 +303,9 @@ def test_cells_are_not_handed_to_a_fused_kernel():
         ),
         "diagonal": keras.ops.diag,
         "correlated": lambda x: keras.ops.correlate(x, x[:3], "same"),
+        "filtered": lambda x: keras.ops.correlate(
+            x, np.array([1, 2, 3], "float32"), "valid"
+        ),
     }.items(),
     ids=lambda item: item[0],
 )
