@@ -1,5 +1,6 @@
 from keras_tp.distribution.distribution_lib import DataParallel
 from keras_tp.distribution.distribution_lib import DeviceMesh
+from keras_tp.distribution.distribution_lib import LayoutMap
 from keras_tp.distribution.distribution_lib import ModelParallel
 from keras_tp.distribution.distribution_lib import TensorLayout
 from keras_tp.distribution.distribution_lib import distribute_tensor
@@ -8,7 +9,6 @@ from keras_tp.distribution.distribution_lib import get_device_count
 from keras_tp.distribution.distribution_lib import initialize
 from keras_tp.distribution.distribution_lib import list_devices
 from keras_tp.distribution.distribution_lib import set_distribution
-from keras_tp.distribution.layout_map import LayoutMap
 from keras_tp.distribution.planning.plan import ShardingPlan
 from keras_tp.distribution.planning.planner import plan_sharding
 from keras_tp.distribution.planning.rules import register_rule

@@ -19,7 +19,7 @@ from keras_tp import backend
 from keras_tp.backend import hooks
 from keras_tp.distribution import followers
 from keras_tp.distribution import model_hooks
-from keras_tp.distribution.layout_map import own_layout_map
+from keras_tp.distribution.layout_map import LayoutMap
 from keras_tp.distribution.origin import WEIGHT
 from keras_tp.distribution.origin import current_root
 from keras_tp.distribution.origin import origin_of
@@ -303,7 +303,7 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
                     f"{layout_map.device_mesh}"
                 )
         if isinstance(layout_map, keras_lib.LayoutMap):
-            layout_map = own_layout_map(layout_map)
+            layout_map = LayoutMap.from_keras(layout_map)
             names = list(layout_map.device_mesh.axis_names)
             if batch_dim_name is not None and batch_dim_name not in names:
                 raise ValueError(

@@ -59,6 +59,16 @@ class LayoutMap(keras_lib.LayoutMap):
         self._pattern_of = {}
         self._announced = set()
 
+    @classmethod
+    def from_keras(cls, layout_map):
+        """Returns a `keras.distribution.LayoutMap` as one of these."""
+        if isinstance(layout_map, cls):
+            return layout_map
+        own = cls(layout_map.device_mesh)
+        for pattern, layout in layout_map.items():
+            own[pattern] = layout
+        return own
+
     def __getitem__(self, key):
         # Nothing is known of a bare string but its shape: its first part may
         # be a model's name if a layer and a variable are left without it.
@@ -265,16 +275,6 @@ class LayoutReport:
             f"<{self.__class__.__name__} {len(self.matched)} patterns match, "
             f"{len(self.dead)} dead, {len(self.unmatched)} variables unmatched>"
         )
-
-
-def own_layout_map(layout_map):
-    """Returns a plain Keras `LayoutMap` as one of ours."""
-    if isinstance(layout_map, LayoutMap):
-        return layout_map
-    own = LayoutMap(layout_map.device_mesh)
-    for pattern, layout in layout_map.items():
-        own[pattern] = layout
-    return own
 
 
 def variable_bytes(variable):
