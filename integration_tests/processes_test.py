@@ -9,12 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-import zipfile
 
-import h5py
 import keras
 import numpy as np
 import pytest
+
+from integration_tests import launching
 
 BACKEND = keras.config.backend()
 ROOT = pathlib.Path(__file__).parent.parent
@@ -63,18 +63,6 @@ def launch(*arguments, processes=2, timeout=600, **variables):
     )
 
 
-def running(text):
-    """Returns the ids of the processes whose command contains a text."""
-    found = []
-    for folder in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            if text in (folder / "cmdline").read_text():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What the script found: in one process, and in each of two."""
@@ -112,25 +100,6 @@ def test_two_processes_are_as_one(check, index, runs):
         )
 
 
-def arrays_of(path):
-    """Returns the arrays of a file that Keras wrote."""
-    found = {}
-
-    def keep(name, item):
-        if isinstance(item, h5py.Dataset):
-            found[name] = item[()]
-
-    if path.suffix == ".keras":
-        with zipfile.ZipFile(path) as archive:
-            inside = archive.open("model.weights.h5")
-            with h5py.File(inside) as file:
-                file.visititems(keep)
-    else:
-        with h5py.File(path) as file:
-            file.visititems(keep)
-    return found
-
-
 @pytest.mark.parametrize("mesh", MESHES)
 def test_files_are_those_of_one_process(mesh, runs):
     folders, _, _ = runs
@@ -142,7 +111,9 @@ def test_files_are_those_of_one_process(mesh, runs):
         "_2.keras",
         "_best.weights.h5",
     ):
-        one, two = (arrays_of(folders[n] / f"{mesh}{name}") for n in (1, 2))
+        one, two = (
+            launching.arrays_of(folders[n] / f"{mesh}{name}") for n in (1, 2)
+        )
         assert len(one) >= 4
         assert one.keys() == two.keys()
         for key, value in one.items():
@@ -244,32 +215,17 @@ def test_an_error_ends_all_processes_in_time(what, ends):
         assert text in output, output[-4000:]
     assert "First error" in output.split("Then, process")[0]
     assert seconds < 60
-    assert not running(str(folder))
+    assert not launching.running(str(folder))
     if what == "exit":
         assert result.returncode == 7
-    # Whatever happened, the file is the one that was complete.
-    model_file = folder / "model.keras"
-    with np.load(folder / "saved.npz") as saved:
-        held = [value for value in arrays_of(model_file).values()]
-        for name in saved.files:
-            assert any(
-                value.shape == saved[name].shape
-                and np.array_equal(value, saved[name])
-                for value in held
-            ), name
-
-
-# Python runs it when it starts.
-KILL_AT_START = """
-import os, signal, threading
-if os.environ.get("KERAS_DISTRIBUTION_PROCESS_ID") == "1":
-    end = os.kill, (os.getpid(), signal.SIGKILL)
-    threading.Timer(1, *end).start()
-"""
+    # Whatever happened, the file is complete: the older, or the newer one.
+    launching.assert_complete(
+        folder / "model.keras", folder / "saved.npz", folder / "later.npz"
+    )
 
 
 def test_a_process_that_dies_while_it_starts(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(KILL_AT_START)
+    (tmp_path / "sitecustomize.py").write_text(launching.KILL_AT_START)
     began = time.time()
     result = launch(
         *(ENDS_SCRIPT, "nothing", tmp_path),
@@ -281,7 +237,7 @@ def test_a_process_that_dies_while_it_starts(tmp_path):
     )
     assert time.time() - began < 60
     assert not (tmp_path / "began").exists()
-    assert not running(str(tmp_path))
+    assert not launching.running(str(tmp_path))
 
 
 def test_signals_reach_every_process(tmp_path):
@@ -304,7 +260,7 @@ def test_signals_reach_every_process(tmp_path):
         launcher.kill()
     assert sorted(output.split()) == ["interrupted_0", "interrupted_1"]
     assert launcher.returncode == 130
-    assert not running(str(script))
+    assert not launching.running(str(script))
 
 
 def test_no_process_outlives_the_launcher(tmp_path):
@@ -317,9 +273,9 @@ def test_no_process_outlives_the_launcher(tmp_path):
     launcher.kill()
     launcher.communicate(timeout=60)
     deadline = time.time() + 20
-    while running(str(script)) and time.time() < deadline:
+    while launching.running(str(script)) and time.time() < deadline:
         time.sleep(0.2)
-    assert not running(str(script))
+    assert not launching.running(str(script))
 
 
 def free_port():
@@ -372,7 +328,7 @@ def test_a_process_that_dies_on_another_host(tmp_path):
     }
     assert named[BACKEND] in errors or "waits for process(es) [1]" in errors
     assert time.time() - (tmp_path / "began").stat().st_mtime < 60
-    assert not running(str(tmp_path))
+    assert not launching.running(str(tmp_path))
 
 
 def test_an_error_on_another_host(tmp_path):

@@ -15,10 +15,13 @@ import time
 import keras
 import pytest
 
+from integration_tests import launching
+
 ROOT = pathlib.Path(__file__).parent.parent
 HERE = pathlib.Path(__file__).parent
 DEVICES = int(os.environ.get("KERAS_TP_TORCH_DEVICES", "2"))
 RANKS = str(HERE / "torch_ranks.py")
+ENDS_SCRIPT = str(HERE / "processes_ends.py")
 
 pytestmark = pytest.mark.skipif(
     keras.config.backend() != "torch" or "RANK" in os.environ,
@@ -176,18 +179,6 @@ def script(tmp_path):
     return str(path)
 
 
-def running(path):
-    """Returns the ids of the processes whose command names a script."""
-    found = []
-    for folder in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            if path in (folder / "cmdline").read_text():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory):
     """How runs end, by what happens: `(script, result, seconds)`, or soon.
@@ -232,10 +223,44 @@ def test_an_error_ends_all_processes_in_time(what, ends):
     to_error, to_end = seconds
     assert to_error < 60
     assert to_end < 30
-    assert not running(script)
+    assert not launching.running(script)
     if what == "raise":
         # Before what it does to the other process.
         assert output.index("the first error") < output.index("Connection")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_that_dies_while_it_saves(index, tmp_path):
+    what = f"kill_saving{index}"
+    result = launch(ENDS_SCRIPT, what, str(tmp_path), devices=2, timeout=150)
+    ended = time.time()
+    assert result.returncode != 0
+    _, cause = result.stderr.split("Root Cause (first observed failure)")
+    assert f"rank      : {index} " in cause
+    assert "SIGKILL" in cause
+    assert ended - (tmp_path / "began").stat().st_mtime < 60
+    assert not launching.running(str(tmp_path))
+    # The file is complete: the older, or the newer one.
+    launching.assert_complete(
+        tmp_path / "model.keras", tmp_path / "saved.npz", tmp_path / "later.npz"
+    )
+
+
+def test_a_process_that_dies_while_it_starts(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(launching.KILL_AT_START)
+    began = time.time()
+    result = launch(
+        *(ENDS_SCRIPT, "nothing", str(tmp_path)),
+        devices=2,
+        PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}",
+    )
+    assert result.returncode != 0
+    _, cause = result.stderr.split("Root Cause (first observed failure)")
+    assert "rank      : 1 " in cause
+    assert "SIGKILL" in cause
+    assert time.time() - began < 60
+    assert not (tmp_path / "began").exists()
+    assert not launching.running(str(tmp_path))
 
 
 def test_one_process_prints(script):
