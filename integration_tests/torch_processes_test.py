@@ -293,6 +293,44 @@ def test_without_a_launcher_one_device_works(script):
     assert result.returncode == 0, result.stderr[-3000:]
 
 
+@pytest.mark.parametrize("kind", ["torch", "keras"])
+def test_a_process_that_does_not_come_is_named(kind, script):
+    names = {
+        "torch": ("WORLD_SIZE", "RANK"),
+        "keras": (
+            "KERAS_DISTRIBUTION_NUM_PROCESSES",
+            "KERAS_DISTRIBUTION_PROCESS_ID",
+        ),
+    }
+    addresses = {
+        "torch": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29614"},
+        "keras": {"KERAS_DISTRIBUTION_JOB_ADDRESSES": "127.0.0.1:29615"},
+    }
+    run = (
+        "from keras_tp import distribution as dist; dist.initialize(); "
+        "print(dist.list_devices())"
+    )
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", run],
+            env={
+                **os.environ,
+                **addresses[kind],
+                **dict(zip(names[kind], ("3", str(index)))),
+                "PYTHONPATH": str(ROOT),
+                "KERAS_TP_TIMEOUT": "15",
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in (0, 2)
+    ]
+    for child in children:
+        _, errors = child.communicate(timeout=100)
+        assert child.returncode != 0
+        assert "those with index [1] did not start within 15 seconds" in errors
+
+
 def test_two_agents_on_one_host(script):
     """Plain torchrun, as on two hosts with one process each."""
     command = [

@@ -9,17 +9,22 @@ KERAS_TP_TIMEOUT says when this is imported, by default 45. Where one of them
 did not come, all of them stop with an error after this time.
 """
 
+import atexit
 import datetime
+import gc
 import os
 import random
+import sys
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from keras.src.backend.common import global_state
 from keras.src.backend.torch import core
+from torch.distributed.device_mesh import DeviceMesh
 
 from keras_tp.backend import agreement
+from keras_tp.backend import rendezvous
 from keras_tp.backend import waiting
 
 _control = None
@@ -73,6 +78,8 @@ def start(init_method=None, num_processes=None, process_id=None):
         else:
             options["backend"] = "gloo"
         if init_method is not None:
+            address = init_method.removeprefix("tcp://")
+            rendezvous.meet(address, num_processes, process_id, TIMEOUT_S)
             options.update(
                 init_method=init_method,
                 world_size=num_processes,
@@ -80,12 +87,37 @@ def start(init_method=None, num_processes=None, process_id=None):
             )
         elif "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             options.update(store=dist.HashStore(), world_size=1, rank=0)
+        elif not dist.is_torchelastic_launched():
+            # Its agents wait for each other before they start processes.
+            names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+            host, port, *rest = (os.environ.get(name) for name in names)
+            if host and port:
+                rendezvous.meet(f"{host}:{port}", *map(int, rest), TIMEOUT_S)
         dist.init_process_group(**options)
+        atexit.register(_leave)
     if _control is None or _control[0] is not dist.group.WORLD:
         group = dist.new_group(
             backend="gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S)
         )
         _control = (dist.group.WORLD, group)
+
+
+def _leave():
+    """Ends the threads of process groups while Python is still there.
+
+    A thread that drops the tensors of a finished collective needs Python, and
+    aborts the process if it has ended meanwhile.
+    """
+    global _control
+    if not dist.is_initialized() or hasattr(sys, "last_value"):
+        # After an error, what is under way may wait for others.
+        return
+    _control = None
+    for found in gc.get_objects():
+        if issubclass(type(found), DeviceMesh):
+            # Or they live as long as it does.
+            found._pg_registry.clear()
+    dist.destroy_process_group()
 
 
 def collective_library(device_type):
