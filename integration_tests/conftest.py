@@ -68,6 +68,7 @@ SLOW_ON = {
     "jax": (
         *FOLLOWERS,
         *ORDERS_AND_SHAPES,
+        r"parity_test\.py::test_sgd\[(?!mlp|llama|conv2d|lstm)\w+-1x2",
         r"parity_test\.py::test_adam\[\w+-(1x2|1x4)",
         r"planned_models_test\.py::test_training\[2x2-(opt|multi_head)",
         r"generate_test\.py::.*one_device\[(2-(?!opt)|4-(?!llama))",
