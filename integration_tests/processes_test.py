@@ -167,7 +167,10 @@ WAITS = """
 import os, time
 try:
     print("waiting", flush=True)
-    time.sleep(100)
+    # A signal may come to another thread of the runtime: it is looked for in
+    # between.
+    for _ in range(1000):
+        time.sleep(0.1)
 except KeyboardInterrupt:
     index = os.environ["KERAS_DISTRIBUTION_PROCESS_ID"]
     print(f"interrupted_{index}", flush=True)
