@@ -174,7 +174,6 @@ def test_what_is_predicted_is_counted(name):
 # What CI trains.
 QUICK = {"opt", "llama_grouped"}
 
-
 # All-reduces of a step under Megatron's map, on 2 devices: 4 for each of 2
 # blocks, 1 for the tokens that are looked up, 1 for the gradient of what the
 # logits are made of.

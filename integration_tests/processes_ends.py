@@ -68,9 +68,6 @@ def main():
     if WHAT == "kill_step" and INDEX == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     model.fit(x, x, verbose=0)
-    later = model.get_weights()
-    if INDEX == 0:
-        np.savez(FOLDER / "later.npz", *later)
     model.save(FOLDER / "model.keras")
     if WHAT != "nothing":
         model.fit(x, x, verbose=0, epochs=10**6)

@@ -6,7 +6,9 @@ from keras_tp.backend.hooks import Hook
 
 
 def table(processes):
-    """Returns the rows of a hook table.
+    """Returns the rows of a hook table, for a backend that has threads.
+
+    On TensorFlow Keras runs callbacks in the loop anyway.
 
     Args:
         processes: The backend's module of that name, with `world_size`.

@@ -4,6 +4,7 @@ It writes to a file beside the one that is named, and then puts it in its
 place: a process that ends midway leaves the older file as it was.
 """
 
+import contextlib
 import functools
 import os
 import tempfile
@@ -69,10 +70,11 @@ def _save_once(processes, is_distributed, original):
         ):
             return original(model, filepath, *args, **kwargs)
         processes.meet("Saving")
-        if processes.is_first():
-            result = _write(original, model, filepath, *args, **kwargs)
-        else:
-            result = _join_save(original, model, filepath, *args, **kwargs)
+        place = _beside if processes.is_first() else _nowhere
+        with place(filepath) as path:
+            result = original(model, path, *args, **kwargs)
+            # If a process ended meanwhile, the older file stays.
+            processes.meet("Saving")
         # Whoever loads the file next finds it complete.
         processes.meet("Saving")
         return result
@@ -80,7 +82,9 @@ def _save_once(processes, is_distributed, original):
     return save
 
 
-def _write(original, model, filepath, *args, **kwargs):
+@contextlib.contextmanager
+def _beside(filepath):
+    """Gives the path to write to, and then puts what is there in its place."""
     path = os.path.realpath(filepath)
     folder, name = os.path.split(path)
     if (
@@ -89,24 +93,24 @@ def _write(original, model, filepath, *args, **kwargs):
         or not os.path.isdir(folder)
     ):
         # A folder, or files of several parts, or elsewhere.
-        return original(model, filepath, *args, **kwargs)
+        yield filepath
+        return
     new = os.path.join(folder, f".{os.getpid()}.{name}")
     try:
-        result = original(model, new, *args, **kwargs)
+        yield new
         os.replace(new, path)
     finally:
         if os.path.exists(new):
             os.remove(new)
-    return result
 
 
-def _join_save(original, model, filepath, *args, **kwargs):
-    """Takes part in the gathering and leaves an empty file, then nothing."""
+@contextlib.contextmanager
+def _nowhere(filepath):
+    """Gives a path where an empty file is written, and then nothing is."""
     _joining.append(True)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            name = os.path.basename(os.fspath(filepath))
-            original(model, os.path.join(folder, name), *args, **kwargs)
+            yield os.path.join(folder, os.path.basename(os.fspath(filepath)))
     finally:
         _joining.pop()
 

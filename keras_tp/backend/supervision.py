@@ -275,7 +275,7 @@ def _report(children, count):
             f"[keras_tp.launch] {which}, process {index} of {count}:\n{text}"
         )
     sys.stderr.flush()
-    return errors[0][2] if errors else 0
+    return next((code for *_, code in errors if code), 0)
 
 
 def _free_ports(count):

@@ -2,7 +2,6 @@
 
 import functools
 
-from keras_tp.backend import callbacks
 from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.tensorflow import batches
@@ -61,7 +60,6 @@ TABLE = [
         _hook_print_msg,
         "one process prints progress",
     ),
-    *callbacks.table(processes),
     *saving.table(processes, _is_distributed),
     *(
         Hook(
