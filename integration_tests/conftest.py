@@ -13,6 +13,9 @@ if _COUNT not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + f" {_COUNT}=8"
     ).strip()
+# Set in many containers: `print` then writes the end of a line apart, and the
+# lines of several processes that a test reads would mix.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 import keras
 import pytest

@@ -16,6 +16,9 @@ collect_ignore = [
     if name != keras.config.backend()
 ]
 
+# Set in many containers: `print` then writes the end of a line apart, and the
+# lines of several processes that a test reads would mix.
+os.environ.pop("PYTHONUNBUFFERED", None)
 if keras.config.backend() == "tensorflow":
     os.environ.setdefault("KERAS_TP_CPU_DEVICES", "8")
     # Makes them, before TensorFlow does anything else.
