@@ -123,6 +123,15 @@ class Graph:
         self.values.append(value)
         return value
 
+    def in_order_of_use(self):
+        """Returns `variables` as the steps use them first; unused ones last."""
+        first = {}
+        for k, step in enumerate(self.steps):
+            for value in (*step.inputs, *step.variables):
+                first.setdefault(value.index, k)
+        never = len(self.steps)
+        return sorted(self.variables, key=lambda v: first.get(v.index, never))
+
     def __repr__(self):
         return (
             f"<Graph of {self.name!r}: {len(self.steps)} steps, "

@@ -28,9 +28,9 @@ td.name { width: 22%; } td.shape { width: 26%; } td.size { width: 10%;
 def page(plan):
     """Returns a plan as the text of an HTML page without any script.
 
-    The layers stand in the order of the plan, each with its variables (the
-    split dim in colour, the bytes on one device, the reason) and the sums over
-    the devices that it causes.
+    The layers stand in the order of the forward pass, each with its variables
+    (the split dim in colour, the bytes on one device, the reason), and between
+    them the sums over the devices.
 
     Args:
         plan: `ShardingPlan`.
@@ -39,9 +39,6 @@ def page(plan):
     sizes = dict(zip(mesh.axis_names, mesh.shape))
     total = sum(row.nbytes for row in plan.variables)
     held = sum(plan.device_bytes(row) for row in plan.variables)
-    sums = {}
-    for row in plan.reductions:
-        sums.setdefault(row.path, []).append(row)
     body = [
         f"<h1>Sharding plan of {html.escape(plan.model_name)}</h1>",
         f"<p>Mesh {html.escape(str(sizes))}: each device holds "
@@ -58,18 +55,13 @@ def page(plan):
             f"<p>No rule for {html.escape(kind)} (first in "
             f"{html.escape(path)}): what it meets is not split.</p>"
         )
-    layers = itertools.groupby(
-        plan.variables, key=lambda row: row.path.rpartition("/")[0]
-    )
-    for layer, rows in layers:
-        body.append(f"<h2>{html.escape(layer or plan.model_name)}</h2><table>")
-        body += [_row(plan, row) for row in rows]
-        body.append("</table>")
-        body += [_sum(row) for row in sums.pop(layer, ())]
-    if sums:
-        body.append("<h2>Layers without variables</h2>")
-    for path, rows in sums.items():
-        body += [_sum(row, path) for row in rows]
+    for layer, variables, sums in _in_order(plan):
+        if variables:
+            name = html.escape(layer or plan.model_name)
+            body.append(f"<h2>{name}</h2><table>")
+            body += [_row(plan, row) for row in variables]
+            body.append("</table>")
+        body += [_sum(row, row.path if not variables else "") for row in sums]
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width'>"
@@ -78,6 +70,38 @@ def page(plan):
         + "\n".join(body)
         + "\n</body></html>\n"
     )
+
+
+def _in_order(plan):
+    """Yields layers with their variables and sums, and sums between them.
+
+    Both lists of a plan are in the order of the forward pass, and a layer with
+    both says where they meet. A sum without such a layer, of an operation
+    between layers or of a table that is used again, stands before the next.
+
+    Yields:
+        `(path, variables, sums)`; no variables for sums between layers.
+    """
+    grouped = itertools.groupby(
+        plan.variables, key=lambda row: row.path.rpartition("/")[0]
+    )
+    layers = [(path, list(rows)) for path, rows in grouped]
+    left = list(plan.reductions)
+    for k, (path, variables) in enumerate(layers):
+        ahead = {path for path, _ in layers[k:]}
+        placed = [i for i, row in enumerate(left) if row.path in ahead]
+        start = end = placed[0] if placed else len(left)
+        while end < len(left) and left[end].path == path:
+            end += 1
+        if start < end:
+            if start > 0:
+                yield "", [], left[:start]
+            yield path, variables, left[start:end]
+            left = left[end:]
+        else:
+            yield path, variables, []
+    if left:
+        yield "", [], left
 
 
 def _bar(plan, held, total):

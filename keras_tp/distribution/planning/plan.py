@@ -26,9 +26,10 @@ class ShardingPlan:
         model_name: String.
         device_mesh: `DeviceMesh`.
         axis: String, the mesh axis that splits variables, or `None`.
-        variables: List of `PlannedVariable`, in the natural order of their
-            paths.
-        reductions: List of `PlannedReduction`.
+        variables: List of `PlannedVariable`, in the order in which the forward
+            pass uses them first; unused ones last.
+        reductions: List of `PlannedReduction`, in the order of the operations
+            of the forward pass that cause them.
         activations: List of `Size`, bytes on one device that the forward pass
             keeps for the backward pass.
         split_outputs: List of `Size`, of the outputs of the model that are

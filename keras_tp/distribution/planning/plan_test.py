@@ -154,3 +154,57 @@ def test_page(tmp_path):
         assert part in text
     # The output of the pair, and the gradient of what it takes in.
     assert text.count("summed over the devices,") == 2
+
+
+class Tied(layers.Layer):
+    """The scores of all entries of a table of embeddings."""
+
+    def __init__(self, table, **kwargs):
+        super().__init__(**kwargs)
+        self.table = table
+
+    def call(self, x):
+        return keras.ops.matmul(x, keras.ops.transpose(self.table.embeddings))
+
+
+def build_tied():
+    tokens = keras.Input((6,), dtype="int32")
+    table = layers.Embedding(16, 8, name="z_table")
+    y = table(tokens)
+    x = layers.Dense(12, activation="relu", name="y_up")(y)
+    x = y = y + layers.Dense(8, name="x_down")(x)
+    x = layers.LayerNormalization(name="w_norm")(x)
+    x = layers.Dense(12, activation="relu", name="b_up")(x)
+    y = y + layers.Dense(8, name="a_down")(x)
+    return keras.Model(tokens, Tied(table, name="a_head")(y))
+
+
+def test_the_order_is_that_of_the_forward_pass(tmp_path):
+    """Of variables, sums, and both on the page; the names say the opposite."""
+    made = distribution.plan_sharding(build_tied, harness.mesh((1, 2)))
+    layer_names = ["z_table", "y_up", "x_down", "w_norm", "b_up", "a_down"]
+    paths = [row.path.rpartition("/")[0] for row in made.variables]
+    assert list(dict.fromkeys(paths)) == layer_names
+    sums = [(row.path, row.operation, row.backward) for row in made.reductions]
+    assert sums == [
+        ("z_table", "Take", False),
+        ("y_up", "Matmul", True),
+        ("x_down", "Matmul", False),
+        ("b_up", "Matmul", True),
+        ("a_down", "Matmul", False),
+        ("a_head", "Matmul", True),
+    ]
+    path = harness.own_folder(tmp_path) / "tied.html"
+    made.to_html(path)
+    parser = _Text()
+    parser.feed(path.read_text(encoding="utf-8"))
+    seen = [
+        text
+        for text in map(str.strip, parser.text)
+        if text in layer_names or "summed over the devices," in text
+    ]
+    heads = [text if text in layer_names else text[:4] for text in seen]
+    assert heads == [
+        *("z_table", "Take", "y_up", "Matm", "x_down", "Matm", "w_norm"),
+        *("b_up", "Matm", "a_down", "Matm", "a_he"),
+    ]

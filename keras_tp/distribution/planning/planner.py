@@ -83,7 +83,7 @@ def plan_graph(graph, device_mesh, overrides=None):
     }
     solution = solver.solve(graph, count, forced)
     variables, seen = [], set()
-    for value in graph.variables:
+    for value in graph.in_order_of_use():
         if value.path in seen:
             continue
         seen.add(value.path)

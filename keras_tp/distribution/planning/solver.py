@@ -11,7 +11,6 @@ import collections
 import math
 
 from keras_tp.distribution.planning.classes import Classes
-from keras_tp.distribution.planning.graph import natural
 
 # A split whose outputs no other weight takes in has to save this share of all
 # parameters: it costs a gather or an unbalanced end of the model.
@@ -57,7 +56,8 @@ class Solution:
 
     Attributes:
         choices: Dict of variable path to `Choice`.
-        reductions: List of `Reduction`, in the natural order of their paths.
+        reductions: List of `Reduction`, in the order of the steps that cause
+            them.
         split_dim: Function of a `Value`: the dim of it that is split, or
             `None`.
         unknown: Dict of each kind of step that has no rule to the path of the
@@ -258,7 +258,19 @@ class _Planner(Classes):
             elif partial.tensor.index in needs_gradient:
                 # The gradients of one tensor are added up, then summed.
                 found["gradient", partial.tensor.index].append(partial)
-        return sorted(map(_reduction, found.values()), key=_reduction_key)
+        position = {id(step): k for k, step in enumerate(self.graph.steps)}
+        causes = []
+        for partials in found.values():
+            first = min(partials, key=lambda p: position[id(p.step)])
+            reduction = Reduction(
+                first.tensor,
+                first.backward,
+                first.step.path,
+                first.step.kind,
+                len(partials),
+            )
+            causes.append((position[id(first.step)], reduction))
+        return [r for _, r in sorted(causes, key=lambda cause: cause[0])]
 
     def _needs_gradient(self):
         """Indices of the values that depend on a trainable variable."""
@@ -268,19 +280,3 @@ class _Planner(Classes):
             if any(value.index in found for value in around):
                 found.update(value.index for value in step.outputs)
         return found
-
-
-def _reduction(partials):
-    """Returns the `Reduction` of partial sums that are added up first."""
-    first = min(partials, key=lambda p: natural(p.step.path))
-    return Reduction(
-        first.tensor,
-        first.backward,
-        first.step.path,
-        first.step.kind,
-        len(partials),
-    )
-
-
-def _reduction_key(r):
-    return natural(r.path), r.backward, r.kind, r.tensor.shape, r.terms
