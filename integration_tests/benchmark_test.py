@@ -58,6 +58,40 @@ def test_step_time(tmp_path):
         assert result.stdout.count(f"{name}: ratio of medians") == 1
 
 
+def test_plan_large():
+    """Llama's 70 B parameters: the column / row pairs, and no weight made."""
+    result = subprocess.run(
+        [sys.executable, "benchmarks/plan_large.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    one, several = map(json.loads, result.stdout.splitlines())
+    layers, width, length, item = 80, 8192, 4096, 2
+    whole = (2 * layers + 1) * width
+    share = (one["parameters"] - whole) // 8 + whole
+    for found, replicas in ((one, 1), (several, 8)):
+        assert found["backend"] == keras.config.backend()
+        assert found["mesh"] == [replicas, 8]
+        # All but the scales of the normalizations.
+        assert found["split_share"] == 1
+        memory = found["memory"]
+        assert memory["parameters"] == memory["gradients"] == share * item
+        assert memory["slots"] == 2 * share * item
+        assert memory["activations"] > 0
+        # Two pairs in each layer, the table and the head; the gradients.
+        count, size = 4 * layers + 2, width * item * length * 8 // replicas
+        gradients = (replicas > 1) * (9 * layers + 3)
+        assert found["collectives"]["all_reduce"] == [
+            count + gradients,
+            count * size + (replicas > 1) * share * item,
+        ]
+        assert found["peak_mib"] * 2**20 <= 1.3e9
+
+
 @pytest.mark.slow
 def test_plan_survey():
     result = subprocess.run(

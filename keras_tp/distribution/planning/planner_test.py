@@ -305,6 +305,25 @@ def test_a_small_head_does_not_break_up_a_pair():
     assert found["a/kernel"] == 1 and found["b/kernel"] == 0
 
 
+@pytest.mark.parametrize("depth", [1, 30])
+def test_the_head_of_a_deep_model_is_split_as_that_of_a_flat_one(depth):
+    """No layer of it is a large share of the parameters, nor is its head."""
+    inputs = x = keras.Input((16,))
+    for i in range(depth):
+        x = layers.LayerNormalization()(x)
+        x = layers.Dense(64, activation="relu", name=f"up_{i}")(x)
+        x = layers.Dense(16, name=f"down_{i}")(x)
+    x = layers.LayerNormalization()(x)
+    outputs = layers.Dense(32, name="head")(x), layers.Dense(4, name="tag")(x)
+    plan = plan_of(keras.Model(inputs, outputs))
+    assert plan["head/kernel"].axes == (None, "model")
+    share = plan["head/kernel"].nbytes / sum(v.nbytes for v in plan.variables)
+    assert (share < 0.01) == (depth == 30)
+    assert len(plan.reductions) == 2 * depth + 1
+    # One that saves next to nothing.
+    assert plan["tag/kernel"].is_split == (depth == 1)
+
+
 class Doubling(layers.Layer):
     """Its call does what no symbolic tensor can do."""
 

@@ -13,8 +13,10 @@ import math
 from keras_tp.distribution.planning.classes import Classes
 
 # A split whose outputs no other weight takes in has to save this share of all
-# parameters: it costs a gather or an unbalanced end of the model.
+# parameters: it costs a gather or an unbalanced end of the model. In a deep
+# model no layer is that large: then this share of the largest variable will do.
 LONE_SHARE = 0.01
+LONE_SHARE_OF_LARGEST = 0.5
 # A class is left alone once most of its parameters are split otherwise.
 BROKEN_SHARE = 0.5
 
@@ -146,7 +148,11 @@ class _Planner(Classes):
                 self._take(root, self._free_members(root))
 
     def _take_cheapest_first(self):
-        total = self._bytes(self.by_path) or 1
+        sizes = [value.nbytes for value in self.by_path.values()]
+        enough = min(
+            LONE_SHARE * sum(sizes),
+            LONE_SHARE_OF_LARGEST * max(sizes, default=0),
+        )
         order = {path: k for k, path in enumerate(self.by_path)}
         classes_of = collections.defaultdict(set)
         for root, members in self.members.items():
@@ -160,7 +166,7 @@ class _Planner(Classes):
             if not any(self.by_path[path].ndim > 1 for path in free):
                 continue
             whole_class = self._bytes({path for path, *_ in self.members[root]})
-            lone = root not in self.is_paired and saved < LONE_SHARE * total
+            lone = root not in self.is_paired and saved < enough
             if lone or saved < BROKEN_SHARE * whole_class:
                 continue
             self._take(root, free)
