@@ -117,6 +117,16 @@ SMALL = {
 }
 
 
+SMALL |= {
+    name: (
+        small_models.blocks(getattr(small_models, name)),
+        floats(4, 6, 12),
+        floats(4, 6, 32),
+    )
+    for name in ("fused_own_dim", "fused_in_heads", "fused_flat")
+}
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_shapes_of_models(name):
     build, x, y = SMALL[name]
@@ -151,13 +161,27 @@ def assert_counted_as_predicted(counted, plan, batch, length=1):
     assert not any(pair[0] for k, pair in counted.items() if k != "all_reduce")
 
 
-@pytest.mark.parametrize("name", ["attention", "gated", "grouped"])
+# Collectives in a step of the two blocks; each has a pair beside what is named.
+PREDICTED = {
+    "attention": 8,
+    "gated": 8,
+    "grouped": 8,
+    "fused_own_dim": 8,
+    "fused_in_heads": 8,
+    # Whole, with what goes with it.
+    "fused_flat": 4,
+}
+
+
+@pytest.mark.parametrize("name", PREDICTED)
 def test_what_is_predicted_is_counted(name):
     build = small_models.blocks(getattr(small_models, name))
     shape = harness.fitted((1, 4))
     # Heads of keys that are fewer than the devices stay whole: the gradients
     # of keys and of values are summed in each of the two blocks.
-    count = 12 if name == "grouped" and shape[1] == 4 else 8
+    count = PREDICTED[name]
+    if name == "grouped" and shape[1] == 4:
+        count = 12
     parallel = planned(build, shape)
     plan = parallel.plan
     with parallel.scope():

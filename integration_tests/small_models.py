@@ -37,6 +37,36 @@ def gated(k, x):
     return layers.Dense(32, name=f"narrow_{k}")(x)
 
 
+def _attend(k, q, key, v):
+    ops = keras.ops
+    scores = ops.softmax(ops.einsum("bthd,bshd->bhts", q, key))
+    return layers.EinsumDense(
+        "bthd,hdm->btm", (None, 32), bias_axes="m", name=f"out_{k}"
+    )(ops.einsum("bhts,bshd->bthd", scores, v))
+
+
+def fused_own_dim(k, x):
+    """Queries, keys and values by one kernel, in a dim of their own."""
+    x = layers.EinsumDense(
+        "btm,mchd->btchd", (None, 3, 4, 8), bias_axes="chd", name=f"qkv_{k}"
+    )(x)
+    return _attend(k, x[:, :, 0], x[:, :, 1], x[:, :, 2])
+
+
+def fused_in_heads(k, x):
+    """In one dim: each head with its query, key and value."""
+    x = layers.Dense(96, name=f"qkv_{k}")(x)
+    x = layers.Reshape((6, 4, 3, 8))(x)
+    return _attend(k, *keras.ops.unstack(x, 3, axis=3))
+
+
+def fused_flat(k, x):
+    """In one dim: all queries, then all keys, then all values."""
+    x = layers.Dense(96, name=f"qkv_{k}")(x)
+    parts = keras.ops.split(x, 3, axis=-1)
+    return _attend(k, *(layers.Reshape((6, 4, 8))(part) for part in parts))
+
+
 class Nameless(keras.Model):
     """Attention and a pair whose names say nothing."""
 

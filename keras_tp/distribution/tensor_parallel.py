@@ -187,14 +187,7 @@ class TensorParallel(ModelParallel):
     def why_replicated(self, variable):
         """Returns why the plan leaves a variable whole."""
         row = self._row(variable)
-        if row is None:
-            return "not in the plan"
-        if row.blocks > 1:
-            return (
-                f"to be split in {row.blocks} blocks, which no Keras layout "
-                "can say"
-            )
-        return row.why
+        return "not in the plan" if row is None else row.why
 
     def _row(self, variable):
         if self.plan is None:

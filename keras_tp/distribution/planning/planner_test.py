@@ -232,8 +232,14 @@ class Fused(layers.Layer):
 
 
 def test_fused_projections_are_planned_in_blocks():
+    """And nothing is shuffled, as what goes with them is whole too."""
     inputs = keras.Input((6, 32))
-    plan = plan_of(keras.Model(inputs, Fused(name="x")(inputs)))
+    outputs = layers.LayerNormalization()(Fused(name="x")(inputs))
+    plan = plan_of(keras.Model(inputs, outputs))
+    assert split(plan) == {"x/a/kernel": 1, "x/a/bias": 0}
+    assert not any(row.is_split for row in plan.variables)
+    assert "goes with 'x/a/kernel'" in plan["x/b/kernel"].why
+    assert plan.collectives(4) == {"all_reduce": (0, 0)}
     row = plan["x/a/kernel"]
     assert (row.axes, row.blocks) == ((None, "model"), 3)
     # A Keras layout cannot say so.

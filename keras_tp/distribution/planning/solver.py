@@ -17,6 +17,10 @@ from keras_tp.distribution.planning.classes import Classes
 # model no layer is that large: then this share of the largest variable will do.
 LONE_SHARE = 0.01
 LONE_SHARE_OF_LARGEST = 0.5
+COLUMN = "column: the gradient of its input is summed"
+# Why a fused projection is whole, and what would be split.
+IN_BLOCKS = "{} blocks in one dim, which no Keras layout can say"
+INSTEAD = "; give them a dim of their own, or let each head have its blocks"
 # A class is left alone once most of its parameters are split otherwise.
 BROKEN_SHARE = 0.5
 
@@ -104,6 +108,8 @@ class _Planner(Classes):
     def solution(self):
         self.taken = {}
         self.classes_taken = set()
+        self.in_blocks = {}
+        self.classes_in_blocks = {}
         if self.count > 1:
             self._take_forced()
             self._take_cheapest_first()
@@ -118,6 +124,7 @@ class _Planner(Classes):
         for path, i, blocks in self.members[root]:
             if (
                 path not in self.taken
+                and path not in self.in_blocks
                 and path not in self.frozen
                 and path not in self.forced
             ):
@@ -162,14 +169,17 @@ class _Planner(Classes):
         offers = {root: self._offer(root, order) for root in left}
         while offers:
             root = min(offers, key=lambda r: offers[r][0])
-            _, free, saved = offers.pop(root)
+            (is_fused, *_), free, saved = offers.pop(root)
             if not any(self.by_path[path].ndim > 1 for path in free):
                 continue
             whole_class = self._bytes({path for path, *_ in self.members[root]})
             lone = root not in self.is_paired and saved < enough
             if lone or saved < BROKEN_SHARE * whole_class:
                 continue
-            self._take(root, free)
+            if is_fused:
+                self._plan_in_blocks(root, free)
+            else:
+                self._take(root, free)
             changed = {r for path in free for r in classes_of[path]}
             for r in changed & set(offers):
                 offers[r] = self._offer(r, order)
@@ -180,16 +190,37 @@ class _Planner(Classes):
         saved = self._bytes(free)
         ratio = self.cost[root] / saved if saved else math.inf
         first = min((order[path] for path in free), default=math.inf)
+        is_fused = any(
+            blocks > 1 and self._why_split(self.by_path[path], dim) == COLUMN
+            for path, (dim, blocks) in free.items()
+        )
         # Pairs first: a small layer at the end must not break one up.
         dims = sorted((order[path], dim) for path, (dim, _) in free.items())
-        return (root not in self.is_paired, ratio, first, dims), free, saved
+        lone = root not in self.is_paired
+        return (is_fused, lone, ratio, first, dims), free, saved
+
+    def _plan_in_blocks(self, root, free):
+        """Notes how a class would be split that no layout can split.
+
+        All of it is whole: were the others split, what is between them and the
+        fused variables would be shuffled over the devices.
+        """
+        fused = {path: v for path, v in free.items() if v[1] > 1}
+        self.in_blocks.update(fused)
+        self.classes_in_blocks[root] = min(
+            fused, key=lambda path: (-self.by_path[path].ndim, path)
+        )
 
     def _choice(self, path):
         value = self.by_path[path]
         obstacles = [self.obstacle(value, i) for i in range(value.ndim)]
-        dim, blocks = None, 1
-        if path in self.taken:
-            dim, blocks = self.taken[path]
+        dim, blocks = self.taken.get(path) or self.in_blocks.get(
+            path, (None, 1)
+        )
+        if blocks > 1:
+            is_column = self._why_split(value, dim) == COLUMN
+            why = IN_BLOCKS.format(blocks) + INSTEAD * is_column
+        elif dim is not None:
             why = self._why_split(value, dim)
         elif path in self.forced:
             dim, why = self.forced[path], "override"
@@ -212,7 +243,7 @@ class _Planner(Classes):
             if all(map(self.dims.is_weight, partial.step.inputs)):
                 use = "as the kernel that LoRA adds to"
             elif partial.backward:
-                use = "column: the gradient of its input is summed"
+                use = COLUMN
             elif partial.step.kind == "Take":
                 use = "rows of a table: what is looked up is summed"
             else:
@@ -239,6 +270,9 @@ class _Planner(Classes):
                 root, _ = self.class_of((value.index, i))
                 if not why and root in self.classes_taken:
                     why = "split along another dim elsewhere"
+                if not why and root in self.classes_in_blocks:
+                    fused = self.classes_in_blocks[root]
+                    why = f"goes with {fused!r}, which is whole"
                 reasons.append(f"dim {i}: {why or 'costs more than it saves'}")
         return "; ".join(reasons)
 
