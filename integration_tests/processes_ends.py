@@ -4,6 +4,7 @@ import os
 import pathlib
 import signal
 import sys
+import time
 
 import keras
 import numpy as np
@@ -24,17 +25,20 @@ def model_parallel():
     return dist.ModelParallel(layout_map=layout_map)
 
 
-class KillWhileSaving(layers.Dense):
-    """Ends its process when it is saved the second time."""
+class EventfulSaving(layers.Dense):
+    """Ends its process, or is slow, when it is saved the second time."""
 
     saved = 0
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
-        KillWhileSaving.saved += 1
-        if WHAT.startswith("kill_saving") and KillWhileSaving.saved == 2:
-            if INDEX == int(WHAT[-1]):
-                os.kill(os.getpid(), signal.SIGKILL)
+        EventfulSaving.saved += 1
+        if EventfulSaving.saved < 2:
+            return
+        if WHAT == f"kill_saving{INDEX}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if WHAT == "slow_saving" and INDEX == 0:
+            time.sleep(1.2 * float(os.environ["KERAS_TP_TIMEOUT"]))
 
 
 def main():
@@ -44,7 +48,7 @@ def main():
         [
             layers.Input((16,)),
             layers.Dense(32, name="up"),
-            KillWhileSaving(16, name="down"),
+            EventfulSaving(16, name="down"),
         ]
     )
     model.compile("sgd", "mse")
@@ -65,11 +69,14 @@ def main():
         model.save(FOLDER / "model.keras")
     if WHAT == "one_reads" and INDEX == 0:
         model.get_weights()
+    if WHAT.startswith("one_") and INDEX == 1:
+        # Process 0 began to wait earlier, so its error is the first.
+        time.sleep(5)
     if WHAT == "kill_step" and INDEX == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     model.fit(x, x, verbose=0)
     model.save(FOLDER / "model.keras")
-    if WHAT != "nothing":
+    if WHAT not in ("nothing", "slow_saving"):
         model.fit(x, x, verbose=0, epochs=10**6)
 
 

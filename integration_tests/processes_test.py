@@ -187,7 +187,7 @@ ENDS = {
     "exit": ["First error, process 1 of 2", "exit code 7"],
 }
 # As long as `KERAS_TP_TIMEOUT`, by default 45, and on a busy machine longer.
-WAITING = ("one_saves", "one_reads")
+WAITING = ("one_saves", "one_reads", "slow_saving")
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,8 @@ def ends(tmp_path_factory):
         return folder, result, ended - (folder / "began").stat().st_mtime
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        yield {what: pool.submit(end, what) for what in ENDS}
+        names = (*ENDS, "slow_saving")
+        yield {what: pool.submit(end, what) for what in names}
 
 
 @pytest.mark.parametrize("what", ENDS)
@@ -222,6 +223,15 @@ def test_an_error_ends_all_processes_in_time(what, ends):
         assert result.returncode == 7
     # Whatever happened, the file is the one that was complete.
     launching.assert_holds(folder / "model.keras", folder / "saved.npz")
+
+
+def test_the_others_wait_for_the_one_that_writes(ends):
+    """A large file takes longer than processes wait for each other else."""
+    folder, result, seconds = ends["slow_saving"].result()
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert seconds > 20
+    assert launching.arrays_of(folder / "model.keras")
+    assert not list(folder.glob(".*.keras"))
 
 
 def test_a_process_that_dies_while_it_starts(tmp_path):
@@ -314,8 +324,11 @@ def test_two_hosts(tmp_path):
         assert code == 0, errors[-3000:]
 
 
-def test_a_process_that_dies_on_another_host(tmp_path):
-    results = hosts(ENDS_SCRIPT, "kill_step", tmp_path, KERAS_TP_TIMEOUT="15")
+@pytest.mark.parametrize(
+    "what", ["kill_step", pytest.param("kill_saving1", marks=pytest.mark.slow)]
+)
+def test_a_process_that_dies_on_another_host(what, tmp_path):
+    results = hosts(ENDS_SCRIPT, what, tmp_path, KERAS_TP_TIMEOUT="15")
     (code, _, errors), (other, _, _) = results
     assert code != 0 and other == 137
     # In the words of the runtime, or where it was waited for.

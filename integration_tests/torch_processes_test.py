@@ -229,6 +229,19 @@ def test_an_error_ends_all_processes_in_time(what, ends):
         assert output.index("the first error") < output.index("Connection")
 
 
+def test_the_others_wait_for_the_one_that_writes(tmp_path):
+    """A large file takes longer than processes wait for each other else."""
+    result = launch(
+        *(ENDS_SCRIPT, "slow_saving", str(tmp_path)),
+        devices=2,
+        timeout=150,
+        KERAS_TP_TIMEOUT="20",
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert launching.arrays_of(tmp_path / "model.keras")
+    assert not list(tmp_path.glob(".*.keras"))
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_process_that_dies_while_it_saves(index, tmp_path):
     what = f"kill_saving{index}"

@@ -21,8 +21,8 @@ def table(processes, is_distributed):
     """Returns the rows of a hook table.
 
     Args:
-        processes: The backend's module of that name, with `meet`, `is_first`
-            and `world_size`.
+        processes: The backend's module of that name, with `meet`, `longer`,
+            `is_first` and `world_size`.
         is_distributed: Function of a model: whether its variables are split
             over processes.
     """
@@ -71,12 +71,13 @@ def _save_once(processes, is_distributed, original):
             return original(model, filepath, *args, **kwargs)
         processes.meet("Saving")
         place = _beside if processes.is_first() else _nowhere
-        with place(filepath) as path:
-            result = original(model, path, *args, **kwargs)
-            # If a process ended meanwhile, the older file stays.
+        with processes.longer():
+            with place(filepath) as path:
+                result = original(model, path, *args, **kwargs)
+                # If a process ended meanwhile, the older file stays.
+                processes.meet("Saving")
+            # Whoever loads the file next finds it complete.
             processes.meet("Saving")
-        # Whoever loads the file next finds it complete.
-        processes.meet("Saving")
         return result
 
     return save

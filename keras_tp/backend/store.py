@@ -6,8 +6,17 @@ error that names it, and nobody waits forever.
 """
 
 import collections
+import contextlib
 import pickle
+import threading
 import time
+
+from keras_tp.backend import waiting
+
+# How often a process that is waited for longer shows that it lives, and those
+# that wait look for it.
+_BEAT_S = 2
+_LOOK_S = 0.1
 
 
 class Store:
@@ -32,6 +41,50 @@ class Store:
         self.count = count
         self.patience = patience
         self._rounds = collections.Counter()
+        self._beats = collections.Counter()
+
+    @contextlib.contextmanager
+    def longer(self):
+        """Within it the others wait for this process as long as it lives.
+
+        Up to `waiting.LONGEST_S` seconds, in a collective of all processes.
+        """
+        self._rounds["longer"] += 1
+        self._beats.clear()
+        stopped = threading.Event()
+        put = []
+
+        def beat():
+            while not stopped.wait(_BEAT_S):
+                put.append(self._beat_key(self.index, len(put)))
+                try:
+                    self._put(put[-1], b"")
+                except RuntimeError:
+                    # The store is gone, and the run with it.
+                    return
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            with waiting.longer():
+                yield
+        finally:
+            stopped.set()
+            thread.join()
+        for key in put:
+            self._delete(key)
+
+    def _beat_key(self, index, number):
+        return f"keras_tp/alive/{self._rounds['longer']}/{index}/{number}"
+
+    def _has_beaten(self, index):
+        """Whether a process has shown that it lives since this was asked."""
+        before = self._beats[index]
+        with contextlib.suppress(TimeoutError):
+            while True:
+                self._get(self._beat_key(index, self._beats[index]), _LOOK_S)
+                self._beats[index] += 1
+        return self._beats[index] > before
 
     def gather(self, value, what):
         """Returns the list of the value of every process. A collective.
@@ -78,12 +131,11 @@ class Store:
         number = self._rounds[what]
         self._rounds[what] += 1
         self._put(f"{name}/{number}/{self.index}", pickle.dumps(value))
-        deadline = time.monotonic() + self.patience
+        began = time.monotonic()
         values, missing = [], []
         for index in range(self.count):
-            left = max(deadline - time.monotonic(), 0.1)
             try:
-                found = self._get(f"{name}/{number}/{index}", left)
+                found = self._wait(f"{name}/{number}/{index}", index, began)
                 values.append(pickle.loads(found))
             except TimeoutError:
                 missing.append(index)
@@ -91,3 +143,17 @@ class Store:
             # All are here, so all have read what they put before.
             self._delete(f"{name}/{number - 1}/{self.index}")
         return values, missing
+
+    def _wait(self, key, index, began):
+        """Returns what a process puts, `patience` after it last showed life."""
+        last = began + waiting.patience(self.patience)
+        end = began + self.patience
+        while True:
+            left = end - time.monotonic()
+            try:
+                return self._get(key, max(min(left, _BEAT_S), 0.01))
+            except TimeoutError:
+                if last > end and self._has_beaten(index):
+                    end = min(last, time.monotonic() + self.patience)
+                if time.monotonic() >= end:
+                    raise

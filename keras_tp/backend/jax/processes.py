@@ -136,6 +136,11 @@ def meet(what):
         store().meet(what)
 
 
+def longer():
+    """Returns a context in which a slow process is waited for. A collective."""
+    return store().longer()
+
+
 def from_first(value):
     """Returns the value of process 0 in every process. A collective."""
     return gather(value if is_first() else None, "a value of process 0")[0]

@@ -121,6 +121,11 @@ def meet(what):
         _opened().meet(what)
 
 
+def longer():
+    """Returns a context in which a slow process is waited for. A collective."""
+    return _opened().longer()
+
+
 def from_first(value):
     """Returns the value of process 0 in every process. A collective."""
     return gather(value if is_first() else None, "a value of process 0")[0]

@@ -96,10 +96,15 @@ def start(init_method=None, num_processes=None, process_id=None):
         dist.init_process_group(**options)
         atexit.register(_leave)
     if _control is None or _control[0] is not dist.group.WORLD:
-        group = dist.new_group(
-            backend="gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S)
+        # The second is for what is waited for longer: all but process 0 wait
+        # in a barrier as long as its group does.
+        groups = (
+            dist.new_group(
+                backend="gloo", timeout=datetime.timedelta(seconds=seconds)
+            )
+            for seconds in (TIMEOUT_S, max(TIMEOUT_S, waiting.LONGEST_S))
         )
-        _control = (dist.group.WORLD, group)
+        _control = (dist.group.WORLD, *groups)
 
 
 def _leave():
@@ -136,26 +141,33 @@ def meet(what):
         what: String that names what all processes have to call.
 
     Raises:
-        RuntimeError: after `TIMEOUT_S` seconds, or as soon as a process that
-            has not come ends. On process 0 it names those that are missing.
+        RuntimeError: after `TIMEOUT_S` seconds, or later where `waiting` says
+            so, or as soon as a process that has not come ends. On process 0 it
+            names those that are missing.
     """
     if world_size() == 1 or not dist.is_initialized():
         return
     start()
+    seconds = waiting.patience(TIMEOUT_S)
     try:
         dist.monitored_barrier(
-            _control[1],
-            timeout=datetime.timedelta(seconds=TIMEOUT_S),
+            _control[1 if seconds == TIMEOUT_S else 2],
+            timeout=datetime.timedelta(seconds=seconds),
             wait_all_ranks=True,
         )
     except RuntimeError as e:
         raise RuntimeError(
             f"{what} gathers tensors that are split over {world_size()} "
             "processes, so every process has to call it. Process "
-            f"{index()} did, and others did not within {TIMEOUT_S:g} seconds: "
+            f"{index()} did, and others did not within {seconds:g} seconds: "
             "move the call out of any `if rank == 0:`. Only one process "
             f"writes the files. Missing, as torch reports it: {e}"
         ) from e
+
+
+def longer():
+    """Returns a context in which a slow process is waited for. A collective."""
+    return waiting.longer()
 
 
 def same_everywhere(what, value, way_out, groups=None):
