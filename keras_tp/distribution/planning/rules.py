@@ -88,6 +88,8 @@ LEAVES = {
     "ConvLSTM3D",
     "Softmax",
     "DisentangledSelfAttention",
+    "SAM3Attention",
+    "SAM3GeometryEncoder",
 }
 _CONVOLUTIONS = ("Conv1D", "Conv2D", "Conv3D")
 
@@ -155,9 +157,10 @@ class Dims:
         self.factors = []
         self.blocks = []
         # Values computed from weights alone, and attention's probabilities.
-        self.weights = {
-            v.index for v in graph.values if v.kind in ("variable", "constant")
-        }
+        self.weights = set()
+        self._add_weights(
+            v for v in graph.values if v.kind in ("variable", "constant")
+        )
         self.probabilities = set()
         self.unknown = {}
         self._parent = {}
@@ -282,11 +285,17 @@ class Dims:
         # The smaller one, so that the result does not depend on any order.
         self._parent[max(a, b)] = min(a, b)
 
+    def _add_weights(self, values):
+        """Learned queries, once for each example, are as any activation."""
+        self.weights.update(
+            v.index for v in values if self.graph.batch not in v.shape
+        )
+
     def _apply(self, step):
         self._step = step
         around = [*step.inputs, *step.outputs, *step.variables]
         if not step.is_leaf and all(map(self.is_weight, step.inputs)):
-            self.weights.update(value.index for value in step.outputs)
+            self._add_weights(step.outputs)
         function = rule_for(step)
         if function is None:
             if any(math.prod(value.shape) > 1 for value in around):

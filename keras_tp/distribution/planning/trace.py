@@ -5,16 +5,20 @@ noted are Keras operations on every backend. No variable needs a value.
 """
 
 import contextlib
+import inspect
 import random
 
 import keras
 import numpy as np
 from keras import tree
+from keras.src import ops as keras_ops
 from keras.src.backend.common import global_state
 from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.layers import layer as layer_module
 from keras.src.layers.layer import Layer
+from keras.src.ops.core import Cond
 from keras.src.ops.operation import Operation
+from keras.src.utils.backend_utils import DynamicBackend
 
 from keras_tp.distribution import followers
 from keras_tp.distribution.planning import graph as graph_lib
@@ -271,7 +275,7 @@ class _Tracer:
                 self.graph.leaves = leaves
                 self.graph.leaves[self.path()] = failure.text
             with self.real_variables(layer), self.unhooked():
-                outputs = layer.compute_output_spec(*args, **kwargs)
+                outputs = _output_spec(layer, args, kwargs)
             self.record(layer, args, kwargs, outputs, layer)
             return outputs
         finally:
@@ -295,6 +299,9 @@ class _Tracer:
                 lambda *a, **k: None,
             )
             _set_symbolic_calls(*self.own)
+            for owner, name, replacement in _REPLACED:
+                stack.callback(setattr, owner, name, vars(owner)[name])
+                setattr(owner, name, replacement)
             for name in _CONVERSIONS:
                 if name in vars(keras.KerasTensor):
                     method = vars(keras.KerasTensor)[name]
@@ -380,6 +387,37 @@ class _Failure:
             self.text = f"{kind.__name__}: {lines[0][:100]}"
             return True
         return False
+
+
+def _output_spec(layer, args, kwargs):
+    """As Keras does; `training` is that of the model, given to all layers."""
+    takes = inspect.signature(layer.compute_output_spec).parameters.values()
+    if not any(p.name == "training" or p.kind == p.VAR_KEYWORD for p in takes):
+        kwargs = {k: v for k, v in kwargs.items() if k != "training"}
+    return layer.compute_output_spec(*args, **kwargs)
+
+
+def _operation_of_backend(dynamic, name):
+    """What a preprocessing layer finds in its `backend`: Keras's operation.
+
+    It takes functions and modules of the backend itself, so that it can be
+    part of a pipeline of data.
+    """
+    found = getattr(keras_ops, name, None)
+    return found or _backend_attribute(dynamic, name)
+
+
+def _branch(cond, pred, true_fn, false_fn):
+    """What `Cond` does whose predicate is known: one of the two."""
+    return true_fn() if pred else false_fn()
+
+
+_backend_attribute = DynamicBackend.__getattr__
+# Methods that are others meanwhile.
+_REPLACED = (
+    (DynamicBackend, "__getattr__", _operation_of_backend),
+    (Cond, "call", _branch),
+)
 
 
 def _symbolic_calls():
