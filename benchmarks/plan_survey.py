@@ -1,17 +1,18 @@
 """Plans the backbones of KerasHub and writes a table of what is split.
 
     KERAS_BACKEND=torch python benchmarks/plan_survey.py > benchmarks/plans.md
+    KERAS_BACKEND=torch python benchmarks/plan_survey.py SAM Gemma3n
 
 The models are tiny and nothing is trained. The plan is the same on every
 backend.
 """
 
+import argparse
 import collections
 import functools
 import re
 
 import keras
-
 from survey_composites import BUILDERS
 from survey_composites import INPUT_SPECS
 from survey_models import CONFIGS
@@ -63,9 +64,10 @@ def survey(names):
 
 
 def not_planned(names):
-    """Returns the backbones of KerasHub that have no tiny model here."""
+    """Returns the backbones of KerasHub that are neither these nor reported."""
     hub = hub_models.models()
     known = {name.replace("_", "").lower() for name in names}
+    known |= {name.lower() for name in WITHOUT_PLAN}
     left = {}
     for name in sorted(dir(hub)):
         short = name.removesuffix("Backbone")
@@ -75,26 +77,50 @@ def not_planned(names):
     return [
         aliases[0]
         for aliases in left.values()
-        if not known & {alias.lower() for alias in aliases}
+        if not known & {alias.replace("_", "").lower() for alias in aliases}
     ]
 
 
-def main():
-    """Prints the table."""
-    plans = survey()
-    print(f"# Plans of KerasHub's models on {DEVICES} devices\n")
-    print("Written by `plan_survey.py`, of tiny models. The share is that of")
-    print("the bytes of all matrices, kernels and embeddings; sums are those")
-    print("over the devices in a training step, with the gradients'. A number")
-    print("in a path is written `#`.\n")
-    print("| model | split | sums | not split, and why |")
-    print("| --- | --- | --- | --- |")
+def print_rows(plans):
+    """Prints a row of the table for each of these plans."""
     for name, plan in plans.items():
         print(
             f"| {name} | {plan.split_share:.1%} | {len(plan.reductions)} | "
             f"{whole(plan)} |"
         )
-    print(f"\nNot surveyed: {', '.join(not_planned(plans))}.")
+
+
+def main():
+    """Prints the table, or the rows of the models that are named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="models; all by default")
+    chosen = parser.parse_args().names
+    known = builders()
+    unknown = sorted(set(chosen) - set(known))
+    if unknown:
+        parser.error(f"no model is called {unknown}; there are {list(known)}")
+    if chosen:
+        return print_rows(survey(chosen))
+    left = not_planned(known)
+    if left:
+        raise ValueError(
+            "Each backbone of KerasHub needs a tiny model in `survey_models` "
+            "or `survey_composites`, or a reason in `WITHOUT_PLAN`. Received: "
+            f"{left}"
+        )
+    plans = survey(known)
+    print(f"# Plans of KerasHub's models on {DEVICES} devices\n")
+    print("Written by `plan_survey.py`, of tiny models. The share is that of")
+    print("the bytes of all matrices, kernels and embeddings; sums are those")
+    print("over the devices in a training step, with the gradients'. A number")
+    print("in a path is written `#`. What has no rule is whole, and all that")
+    print("it meets: an operation that the planner does not know, or a layer")
+    print("that it cannot see into, as it calls functions of the framework.\n")
+    print("| model | split | sums | not split, and why |")
+    print("| --- | --- | --- | --- |")
+    print_rows(plans)
+    for name, why in sorted(WITHOUT_PLAN.items()):
+        print(f"| {name} | no plan | | {why} |")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ TEXT = {**CLASSIC, **POSITIONS, "embedding_dim": HIDDEN}
 
 
 def resnet(**kwargs):
+    """Returns a ResNet of four stages."""
     config = {
         "input_conv_filters": [64],
         "input_conv_kernel_sizes": [7],
@@ -37,6 +38,7 @@ def resnet(**kwargs):
 
 
 def bas_net():
+    """Returns a BASNet on a ResNet."""
     # The first convolution gives the encoder's blocks what its own would.
     return hub_models.backbone(
         "BASNet",
@@ -48,6 +50,7 @@ def bas_net():
 
 
 def blip2():
+    """Returns a BLIP-2: images, queries and an OPT."""
     from keras_hub.src.models.blip2.blip2_custom_opt import BLIP2CustomOPT
     from keras_hub.src.models.blip2.blip2_qformer import BLIP2QFormer
     from keras_hub.src.models.blip2.blip2_vision_encoder import (
@@ -89,6 +92,7 @@ def blip2():
 
 
 def d_fine():
+    """Returns a D-FINE on the last two stages of an HGNetV2."""
     encoder = hub_models.backbone(
         "HGNetV2",
         stem_channels=[3, 16, 16],
@@ -141,6 +145,7 @@ def d_fine():
 
 
 def deep_lab_v3():
+    """Returns a DeepLabV3 on a ResNet."""
     return hub_models.backbone(
         "DeepLabV3",
         image_encoder=resnet(block_type="bottleneck_block"),
@@ -154,6 +159,7 @@ def deep_lab_v3():
 
 
 def depth_anything():
+    """Returns a DepthAnything on a DINOv2."""
     # The widths are to each other as those of the smallest preset.
     encoder = hub_models.backbone(
         "DINOV2",
@@ -173,6 +179,7 @@ def depth_anything():
 
 
 def gemma3n():
+    """Returns a Gemma 3n that takes images and sound."""
     from keras_hub.src.models.gemma3n.gemma3n_audio_encoder import (
         Gemma3nAudioEncoder,
     )
@@ -226,6 +233,7 @@ def gemma3n():
 
 
 def gemma4():
+    """Returns a Gemma 4 that takes images and sound."""
     from keras_hub.src.models.gemma4.gemma4_audio_encoder import (
         Gemma4AudioEncoder,
     )
@@ -262,6 +270,7 @@ def gemma4():
 
 
 def meta_clip2():
+    """Returns a MetaCLIP 2."""
     hub = hub_models.models()
     return hub.MetaCLIP2Backbone(
         hub.MetaCLIP2VisionEncoder(**VISION),
@@ -271,6 +280,7 @@ def meta_clip2():
 
 
 def par_seq():
+    """Returns a PARSeq on a ViT."""
     vision = {k: v for k, v in VISION.items() if k != "intermediate_dim"}
     return hub_models.backbone(
         "PARSeq",
@@ -287,6 +297,7 @@ def par_seq():
 
 
 def retina_net():
+    """Returns a RetinaNet on a ResNet."""
     return hub_models.backbone(
         "RetinaNet",
         image_encoder=resnet(),
@@ -298,6 +309,7 @@ def retina_net():
 
 
 def sam():
+    """Returns a SAM on a ViTDet."""
     from keras_hub import layers
 
     return hub_models.backbone(
@@ -322,6 +334,7 @@ def sam():
 
 
 def sam3():
+    """Returns a SAM 3."""
     from keras_hub import layers
 
     widths = {**WIDTHS, "num_heads": HEADS, "num_layers": LAYERS}
@@ -352,6 +365,7 @@ def sam3():
 
 
 def seg_former():
+    """Returns a SegFormer on a MiT."""
     return hub_models.backbone(
         "SegFormer",
         image_encoder=hub_models.backbone("MiT", **MIT),
@@ -360,6 +374,7 @@ def seg_former():
 
 
 def sig_lip():
+    """Returns a SigLIP."""
     hub = hub_models.models()
     return hub.SigLIPBackbone(
         hub.SigLIPVisionEncoder(**VISION), hub.SigLIPTextEncoder(**TEXT)
@@ -367,6 +382,7 @@ def sig_lip():
 
 
 def stable_diffusion3():
+    """Returns a Stable Diffusion 3 without a T5."""
     from keras_hub.src.models.clip.clip_text_encoder import CLIPTextEncoder
     from keras_hub.src.models.vae.vae_backbone import VAEBackbone
 

@@ -17,6 +17,7 @@ from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.layers import layer as layer_module
 from keras.src.layers.layer import Layer
 from keras.src.ops.core import Cond
+from keras.src.ops.numpy import GetItem
 from keras.src.ops.operation import Operation
 from keras.src.utils.backend_utils import DynamicBackend
 
@@ -412,11 +413,19 @@ def _branch(cond, pred, true_fn, false_fn):
     return true_fn() if pred else false_fn()
 
 
+def _shape_of_item(get_item, x, key):
+    """Keras takes no symbolic `x[1:]`, only `x[1:,]`, which is the same."""
+    key = key if isinstance(key, (int, tuple, list)) else (key,)
+    return _shape_of_items(get_item, x, key)
+
+
 _backend_attribute = DynamicBackend.__getattr__
+_shape_of_items = GetItem.compute_output_spec
 # Methods that are others meanwhile.
 _REPLACED = (
     (DynamicBackend, "__getattr__", _operation_of_backend),
     (Cond, "call", _branch),
+    (GetItem, "compute_output_spec", _shape_of_item),
 )
 
 
