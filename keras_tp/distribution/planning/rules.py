@@ -87,6 +87,7 @@ LEAVES = {
     "ConvLSTM2D",
     "ConvLSTM3D",
     "Softmax",
+    "ComputeAttentionMask",
     "DisentangledSelfAttention",
     "SAM3Attention",
     "SAM3GeometryEncoder",

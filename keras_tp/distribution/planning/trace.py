@@ -11,20 +11,17 @@ import random
 import keras
 import numpy as np
 from keras import tree
-from keras.src import ops as keras_ops
 from keras.src.backend.common import global_state
 from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.layers import layer as layer_module
 from keras.src.layers.layer import Layer
-from keras.src.ops.core import Cond
-from keras.src.ops.numpy import GetItem
 from keras.src.ops.operation import Operation
-from keras.src.utils.backend_utils import DynamicBackend
 
 from keras_tp.distribution import followers
 from keras_tp.distribution.planning import graph as graph_lib
 from keras_tp.distribution.planning import inputs as inputs_lib
 from keras_tp.distribution.planning import rules
+from keras_tp.distribution.planning import symbolic as symbolic_lib
 
 # Attributes in which Keras itself keeps track of variables.
 _TRACKING = (
@@ -37,9 +34,6 @@ _TRACKING = (
     "_self_unconditional_checkpoint_dependencies",
     "_self_unconditional_dependency_names",
 )
-# How a framework turns a KerasTensor into a tensor of its own: without these
-# `constant * KerasTensor` reaches `KerasTensor.__rmul__`.
-_CONVERSIONS = ("__jax_array__", "__array__", "__tf_tensor__")
 
 
 def trace(model, input_spec=None):
@@ -291,31 +285,27 @@ class _Tracer:
     @contextlib.contextmanager
     def hooks(self):
         call_layer, call_operation = self.call_layer, self.call_operation
+        self.original = _symbolic_calls()
+        self.own = (
+            lambda layer, *a, **k: call_layer(layer, *a, **k),
+            lambda op, *a, **k: call_operation(op, *a, **k),
+            lambda *a, **k: None,
+        )
         with contextlib.ExitStack() as stack:
-            self.original = _symbolic_calls()
             stack.callback(_set_symbolic_calls, *self.original)
-            self.own = (
-                lambda layer, *a, **k: call_layer(layer, *a, **k),
-                lambda op, *a, **k: call_operation(op, *a, **k),
-                lambda *a, **k: None,
-            )
             _set_symbolic_calls(*self.own)
-            for owner, name, replacement in _REPLACED:
-                stack.callback(setattr, owner, name, vars(owner)[name])
-                setattr(owner, name, replacement)
-            for name in _CONVERSIONS:
-                if name in vars(keras.KerasTensor):
-                    method = vars(keras.KerasTensor)[name]
-                    stack.callback(setattr, keras.KerasTensor, name, method)
-                    delattr(keras.KerasTensor, name)
+            self.replaced = stack.enter_context(contextlib.ExitStack())
+            self.replaced.enter_context(symbolic_lib.replaced())
             yield
 
     @contextlib.contextmanager
     def unhooked(self):
         _set_symbolic_calls(*self.original)
+        self.replaced.close()
         try:
             yield
         finally:
+            self.replaced.enter_context(symbolic_lib.replaced())
             _set_symbolic_calls(*self.own)
 
     @contextlib.contextmanager
@@ -396,37 +386,6 @@ def _output_spec(layer, args, kwargs):
     if not any(p.name == "training" or p.kind == p.VAR_KEYWORD for p in takes):
         kwargs = {k: v for k, v in kwargs.items() if k != "training"}
     return layer.compute_output_spec(*args, **kwargs)
-
-
-def _operation_of_backend(dynamic, name):
-    """What a preprocessing layer finds in its `backend`: Keras's operation.
-
-    It takes functions and modules of the backend itself, so that it can be
-    part of a pipeline of data.
-    """
-    found = getattr(keras_ops, name, None)
-    return found or _backend_attribute(dynamic, name)
-
-
-def _branch(cond, pred, true_fn, false_fn):
-    """What `Cond` does whose predicate is known: one of the two."""
-    return true_fn() if pred else false_fn()
-
-
-def _shape_of_item(get_item, x, key):
-    """Keras takes no symbolic `x[1:]`, only `x[1:,]`, which is the same."""
-    key = key if isinstance(key, (int, tuple, list)) else (key,)
-    return _shape_of_items(get_item, x, key)
-
-
-_backend_attribute = DynamicBackend.__getattr__
-_shape_of_items = GetItem.compute_output_spec
-# Methods that are others meanwhile.
-_REPLACED = (
-    (DynamicBackend, "__getattr__", _operation_of_backend),
-    (Cond, "call", _branch),
-    (GetItem, "compute_output_spec", _shape_of_item),
-)
 
 
 def _symbolic_calls():
