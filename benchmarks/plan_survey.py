@@ -14,8 +14,8 @@ import re
 
 import keras
 from survey_composites import BUILDERS
-from survey_composites import INPUT_SPECS
 from survey_models import CONFIGS
+from survey_models import INPUT_SPECS
 
 from integration_tests import hub_models
 from keras_tp import distribution

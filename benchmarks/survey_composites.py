@@ -1,6 +1,5 @@
 """Tiny backbones of KerasHub that are made of others, for `plan_survey.py`."""
 
-import keras
 from survey_models import IMAGE
 from survey_models import LARGE_IMAGES
 from survey_models import MIT
@@ -421,41 +420,4 @@ BUILDERS = {
     "SegFormer": seg_former,
     "SigLIP": sig_lip,
     "StableDiffusion3": stable_diffusion3,
-}
-
-
-def _tokens(*names):
-    return {name: (None, LENGTH) for name in names}
-
-
-# Shapes of inputs that must not be what the planner takes for unknown dims:
-# lengths that a model needs whole, or that have to fit each other.
-INPUT_SPECS = {
-    "Gemma3n": [
-        keras.KerasTensor((None, LENGTH), "int32"),
-        keras.KerasTensor((None, LENGTH), "bool"),
-        (None, 1, IMAGE, IMAGE, 3),
-        (None, 1, 32, 32),
-        keras.KerasTensor((None, 1, 32), "bool"),
-    ],
-    "Gemma4": {
-        **_tokens("padding_mask", "position_ids", "token_ids"),
-        "pixel_values": (None, 1, 64, 48),
-        "pixel_position_ids": keras.KerasTensor((None, 1, 64, 2), "int32"),
-        "vision_indices": (None, 16),
-        "vision_mask": (None, LENGTH),
-        "audio_mel": (None, 1, 32, 32),
-        "audio_mel_mask": (None, 1, 32),
-        "audio_indices": (None, 8),
-        "audio_mask": (None, LENGTH),
-    },
-    "Moonshine": {
-        "encoder_input_values": (None, 4096, 1),
-        "encoder_padding_mask": (None, 4096),
-        **_tokens("decoder_token_ids", "decoder_padding_mask"),
-    },
-    "SigLIP": {
-        "images": (None, IMAGE, IMAGE, 3),
-        **_tokens("token_ids"),
-    },
 }

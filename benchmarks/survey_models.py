@@ -5,6 +5,8 @@ all dims that count divide by 4 but the heads of keys and values of the models
 that have fewer of them than of queries.
 """
 
+import keras
+
 from integration_tests.hub_models import CLASSIC
 from integration_tests.hub_models import FEED_FORWARD
 from integration_tests.hub_models import GROUPED
@@ -285,4 +287,41 @@ CONFIGS = {
     },
     "XLMRoberta": {**CLASSIC, **POSITIONS},
     "XLNet": CLASSIC,
+}
+
+
+def _tokens(*names):
+    return {name: (None, LENGTH) for name in names}
+
+
+# Shapes of inputs that must not be what the planner takes for unknown dims:
+# lengths that a model needs whole, or that have to fit each other.
+INPUT_SPECS = {
+    "Gemma3n": [
+        keras.KerasTensor((None, LENGTH), "int32"),
+        keras.KerasTensor((None, LENGTH), "bool"),
+        (None, 1, IMAGE, IMAGE, 3),
+        (None, 1, 32, 32),
+        keras.KerasTensor((None, 1, 32), "bool"),
+    ],
+    "Gemma4": {
+        **_tokens("padding_mask", "position_ids", "token_ids"),
+        "pixel_values": (None, 1, 64, 48),
+        "pixel_position_ids": keras.KerasTensor((None, 1, 64, 2), "int32"),
+        "vision_indices": (None, 16),
+        "vision_mask": (None, LENGTH),
+        "audio_mel": (None, 1, 32, 32),
+        "audio_mel_mask": (None, 1, 32),
+        "audio_indices": (None, 8),
+        "audio_mask": (None, LENGTH),
+    },
+    "Moonshine": {
+        "encoder_input_values": (None, 4096, 1),
+        "encoder_padding_mask": (None, 4096),
+        **_tokens("decoder_token_ids", "decoder_padding_mask"),
+    },
+    "SigLIP": {
+        "images": (None, IMAGE, IMAGE, 3),
+        **_tokens("token_ids"),
+    },
 }

@@ -60,9 +60,7 @@ class Classes:
         kept = {dims.find(node) for node in dims.whole}
         for flat, major, minor in dims.factors:
             size = dims.size(major)
-            # Of examples, or of windows of each, that many are not always.
-            of_batch = size % self.graph.batch == 0
-            if dims.find(major) not in kept and not of_batch:
+            if dims.find(major) not in kept:
                 if size % count == 0:
                     dims.join(flat, major)
                     dims.whole.setdefault(

@@ -287,7 +287,7 @@ class Dims:
         self._parent[max(a, b)] = min(a, b)
 
     def _add_weights(self, values):
-        """Learned queries, once for each example, are as any activation."""
+        """Learned queries, of each example, are as any activation."""
         self.weights.update(
             v.index for v in values if self.graph.batch not in v.shape
         )
@@ -297,6 +297,9 @@ class Dims:
         around = [*step.inputs, *step.outputs, *step.variables]
         if not step.is_leaf and all(map(self.is_weight, step.inputs)):
             self._add_weights(step.outputs)
+            if not all(map(self.is_weight, step.outputs)):
+                few = [v for v in step.inputs if v.kind == "variable"]
+                self.keep_whole(few, "the same for all examples")
         function = rule_for(step)
         if function is None:
             if any(math.prod(value.shape) > 1 for value in around):
