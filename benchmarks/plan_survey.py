@@ -99,8 +99,6 @@ def main():
     unknown = sorted(set(chosen) - set(known))
     if unknown:
         parser.error(f"no model is called {unknown}; there are {list(known)}")
-    if chosen:
-        return print_rows(survey(chosen))
     left = not_planned(known)
     if left:
         raise ValueError(
@@ -108,7 +106,9 @@ def main():
             "or `survey_composites`, or a reason in `WITHOUT_PLAN`. Received: "
             f"{left}"
         )
-    plans = survey(known)
+    plans = survey(chosen or known)
+    if chosen:
+        return print_rows(plans)
     print(f"# Plans of KerasHub's models on {DEVICES} devices\n")
     print("Written by `plan_survey.py`, of tiny models. The share is that of")
     print("the bytes of all matrices, kernels and embeddings; sums are those")
