@@ -13,6 +13,7 @@ from keras.src import ops
 from keras.src.ops.core import Cond
 from keras.src.ops.numpy import Einsum
 from keras.src.ops.numpy import GetItem
+from keras.src.ops.numpy import Ndim
 from keras.src.utils.backend_utils import DynamicBackend
 
 # How a framework turns a KerasTensor into a tensor of its own: without these
@@ -64,6 +65,11 @@ def _shape_of_product(einsum, *operands):
     return _shape_of_small_letters(alike, *operands)
 
 
+def _rank(ndim, x):
+    """The rank of a symbolic tensor is a number; Keras makes a tensor of it."""
+    return len(x.shape)
+
+
 _backend_attribute = DynamicBackend.__getattr__
 _shape_of_items = GetItem.compute_output_spec
 _shape_of_small_letters = Einsum.compute_output_spec
@@ -73,4 +79,5 @@ _REPLACED = (
     (Cond, "call", _branch),
     (Einsum, "compute_output_spec", _shape_of_product),
     (GetItem, "compute_output_spec", _shape_of_item),
+    (Ndim, "compute_output_spec", _rank),
 )

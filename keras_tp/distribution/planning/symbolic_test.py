@@ -1,6 +1,7 @@
 """What takes symbolic tensors only while a model is traced."""
 
 import keras
+import numpy as np
 import pytest
 from keras import layers
 from keras import ops
@@ -42,12 +43,19 @@ def capitals(x):
     return ops.einsum("Bd,d->Bd", x, ops.ones((16,)))
 
 
+def stacked_along_its_rank(x):
+    """The rank of a tensor is compared, as in `ndim or max(axes) + 1`."""
+    both = ops.stack([x, -x], ops.ndim(x) or 1)
+    return ops.max(both, axis=-1)
+
+
 MIDDLES = {
     # It works on its backend's own functions.
     "rescaling": lambda: layers.Rescaling(0.5, name="rescaling"),
     "cond": lambda: Function(unless_empty),
     "slice": lambda: Function(sliced),
     "einsum": lambda: Function(capitals),
+    "ndim": lambda: Function(stacked_along_its_rank),
 }
 
 
@@ -83,6 +91,28 @@ def test_keras_is_as_it_was():
     plan_of(with_layer(layers.Rescaling(0.5)))
     assert replaced_now() == before
     assert all(x is not y for x, y in zip(inside, before) if y is not None)
+
+
+@pytest.mark.parametrize("short", ["bi,ji", "...i,ji"])
+def test_an_einsum_that_does_not_say_what_is_left(short):
+    square = np.ones((16, 16), "float32")
+
+    def plan_with(subscripts):
+        layer = Function(lambda x: ops.einsum(subscripts, x, square), name="x")
+        return plan_of(with_layer(layer))
+
+    plan = plan_with(short)
+    assert plan.reductions
+    assert plan.to_json() == plan_with("bi,ji->bj").to_json()
+
+
+def with_nothing(x):
+    nothing = ops.reshape(x[:0], (0, 5))
+    return ops.concatenate([x, ops.reshape(nothing, (0, 16))], axis=0)
+
+
+def test_nothing_is_reshaped():
+    assert split(plan_of(with_layer(Function(with_nothing)))) == PAIR
 
 
 class Opaque(layers.Layer):

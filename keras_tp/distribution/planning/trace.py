@@ -279,7 +279,8 @@ class _Tracer:
     def call_operation(self, operation, *args, **kwargs):
         """What `Operation.symbolic_call` is meanwhile."""
         outputs = operation.compute_output_spec(*args, **kwargs)
-        self.record(operation, args, kwargs, outputs)
+        if not isinstance(outputs, int):
+            self.record(operation, args, kwargs, outputs)
         return outputs
 
     @contextlib.contextmanager
