@@ -1,125 +1,29 @@
 """Plans the backbones of KerasHub and writes a table of what is split.
 
     KERAS_BACKEND=torch python benchmarks/plan_survey.py > benchmarks/plans.md
+    KERAS_BACKEND=torch python benchmarks/plan_survey.py SAM Gemma3n
 
 The models are tiny and nothing is trained. The plan is the same on every
 backend.
 """
 
+import argparse
 import collections
 import functools
 import re
 
 import keras
+from survey_composites import BUILDERS
+from survey_models import CONFIGS
+from survey_models import INPUT_SPECS
 
 from integration_tests import hub_models
-from integration_tests.hub_models import CLASSIC
-from integration_tests.hub_models import FEED_FORWARD
-from integration_tests.hub_models import GROUPED
-from integration_tests.hub_models import HEADS
-from integration_tests.hub_models import HIDDEN
-from integration_tests.hub_models import LAYERS
-from integration_tests.hub_models import LENGTH
-from integration_tests.hub_models import POSITIONS
-from integration_tests.hub_models import TOKENS
-from integration_tests.hub_models import VOCABULARY
 from keras_tp import distribution
 
 DEVICES = 4
-IMAGES = {"image_shape": (32, 32, 3)}
-EXPERTS = {"num_experts": 4, "top_k": 2}
-VISION = {
-    **IMAGES,
-    "patch_size": 4,
-    "num_layers": LAYERS,
-    "num_heads": HEADS,
-    "hidden_dim": HIDDEN,
-    "intermediate_dim": FEED_FORWARD,
-}
-WIDTHS = {"hidden_dim": HIDDEN, "intermediate_dim": FEED_FORWARD}
-
-# Backbones beside those of `hub_models`, whose plans are not kept as files.
-MORE = {
-    "DebertaV3": {**CLASSIC, **POSITIONS, "bucket_size": 8},
-    "DeiT": VISION,
-    "DenseNet": {**IMAGES, "stackwise_num_repeats": [2, 2]},
-    "DINOV2": {**VISION, "position_embedding_shape": (32, 32, 3)},
-    "Electra": {
-        **{k: v for k, v in CLASSIC.items() if k != "vocabulary_size"},
-        **POSITIONS,
-        "vocab_size": VOCABULARY,
-        "embedding_dim": 32,
-    },
-    "ESM": {**CLASSIC, **POSITIONS},
-    "FNet": {
-        **{k: v for k, v in CLASSIC.items() if k != "num_heads"},
-        **POSITIONS,
-    },
-    "Gemma3": {**GROUPED, "image_size": 32, "head_dim": 16},
-    "GptOss": {**GROUPED, **EXPERTS, "sliding_window": LENGTH},
-    "Moonshine": {
-        **WIDTHS,
-        "vocabulary_size": VOCABULARY,
-        "filter_dim": HIDDEN,
-        "encoder_num_layers": LAYERS,
-        "decoder_num_layers": LAYERS,
-        "encoder_num_heads": HEADS,
-        "decoder_num_heads": HEADS,
-    },
-    "Qwen3": {**GROUPED, "head_dim": 16},
-    "Qwen3Moe": {**GROUPED, **EXPERTS, "moe_intermediate_dim": 128},
-    "QwenMoe": {
-        **GROUPED,
-        **EXPERTS,
-        "moe_intermediate_dim": 128,
-        "shared_expert_intermediate_dim": 128,
-    },
-    "RoformerV2": {**CLASSIC, "head_size": HIDDEN // HEADS},
-    "RWKV7": {
-        **TOKENS,
-        "hidden_size": HIDDEN,
-        "head_size": HIDDEN // HEADS,
-        "intermediate_dim": FEED_FORWARD,
-    },
-    "SmolLM3": {
-        **TOKENS,
-        **WIDTHS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": 2,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "rope_layer_enabled_list": [True] * LAYERS,
-        "layer_types": ["full_attention"] * LAYERS,
-        "mlp_bias": False,
-        "layer_norm_epsilon": 1e-5,
-        "max_position_embeddings": LENGTH,
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 1.0,
-    },
-    "SwinTransformer": {
-        **IMAGES,
-        "embed_dim": 32,
-        "depths": [2, 2],
-        "num_heads": [4, 4],
-        "window_size": 4,
-    },
-    "VGG": {
-        **IMAGES,
-        "stackwise_num_repeats": [2, 2],
-        "stackwise_num_filters": [32, 64],
-    },
-    "XLMRoberta": {**CLASSIC, **POSITIONS},
-}
-
-
-# Shapes of inputs that must not be as short as the planner makes them.
-INPUT_SPECS = {
-    "Moonshine": {
-        "encoder_input_values": (None, 4096, 1),
-        "encoder_padding_mask": (None, 4096),
-        "decoder_token_ids": (None, LENGTH),
-        "decoder_padding_mask": (None, LENGTH),
-    }
+# Backbones of KerasHub that have no plan, and why.
+WITHOUT_PLAN = {
+    "FeaturePyramid": "a base class: others derive from it, it has no layers",
 }
 
 
@@ -138,27 +42,32 @@ def whole(plan):
     return "; ".join(f"{', '.join(key)}: {why}" for why, key in found.items())
 
 
-def survey():
-    """Returns a dict of each model's name to its plan."""
-    builders = dict(hub_models.MODELS)
-    for name, config in MORE.items():
-        builders[name] = functools.partial(hub_models.backbone, name, **config)
+def builders():
+    """Returns a dict of each model's name to a function that builds it."""
+    found = {**hub_models.MODELS, **BUILDERS}
+    for name, config in CONFIGS.items():
+        found[name] = functools.partial(hub_models.backbone, name, **config)
+    return {name: found[name] for name in sorted(found, key=str.lower)}
+
+
+def survey(names):
+    """Returns a dict of the name of each of these models to its plan."""
     devices = [f"cpu:{i}" for i in range(DEVICES)]
     mesh = keras.distribution.DeviceMesh(
         (1, DEVICES), ["batch", "model"], devices
     )
     return {
-        name: distribution.plan_sharding(
-            builders[name], mesh, INPUT_SPECS.get(name)
-        )
-        for name in sorted(builders, key=str.lower)
+        name: distribution.plan_sharding(build, mesh, INPUT_SPECS.get(name))
+        for name, build in builders().items()
+        if name in names
     }
 
 
 def not_planned(names):
-    """Returns the backbones of KerasHub that have no tiny model here."""
+    """Returns the backbones of KerasHub that are neither these nor reported."""
     hub = hub_models.models()
     known = {name.replace("_", "").lower() for name in names}
+    known |= {name.lower() for name in WITHOUT_PLAN}
     left = {}
     for name in sorted(dir(hub)):
         short = name.removesuffix("Backbone")
@@ -168,26 +77,50 @@ def not_planned(names):
     return [
         aliases[0]
         for aliases in left.values()
-        if not known & {alias.lower() for alias in aliases}
+        if not known & {alias.replace("_", "").lower() for alias in aliases}
     ]
 
 
-def main():
-    """Prints the table."""
-    plans = survey()
-    print(f"# Plans of KerasHub's models on {DEVICES} devices\n")
-    print("Written by `plan_survey.py`, of tiny models. The share is that of")
-    print("the bytes of all matrices, kernels and embeddings; sums are those")
-    print("over the devices in a training step, with the gradients'. A number")
-    print("in a path is written `#`.\n")
-    print("| model | split | sums | not split, and why |")
-    print("| --- | --- | --- | --- |")
+def print_rows(plans):
+    """Prints a row of the table for each of these plans."""
     for name, plan in plans.items():
         print(
             f"| {name} | {plan.split_share:.1%} | {len(plan.reductions)} | "
             f"{whole(plan)} |"
         )
-    print(f"\nNot surveyed: {', '.join(not_planned(plans))}.")
+
+
+def main():
+    """Prints the table, or the rows of the models that are named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="models; all by default")
+    chosen = parser.parse_args().names
+    known = builders()
+    unknown = sorted(set(chosen) - set(known))
+    if unknown:
+        parser.error(f"no model is called {unknown}; there are {list(known)}")
+    left = not_planned(known)
+    if left:
+        raise ValueError(
+            "Each backbone of KerasHub needs a tiny model in `survey_models` "
+            "or `survey_composites`, or a reason in `WITHOUT_PLAN`. Received: "
+            f"{left}"
+        )
+    plans = survey(chosen or known)
+    if chosen:
+        return print_rows(plans)
+    print(f"# Plans of KerasHub's models on {DEVICES} devices\n")
+    print("Written by `plan_survey.py`, of tiny models. The share is that of")
+    print("the bytes of all matrices, kernels and embeddings; sums are those")
+    print("over the devices in a training step, with the gradients'. A number")
+    print("in a path is written `#`. What has no rule is whole, and all that")
+    print("it meets: an operation that the planner does not know, or a layer")
+    print("that it cannot see into, as it calls functions of the framework.\n")
+    print("| model | split | sums | not split, and why |")
+    print("| --- | --- | --- | --- |")
+    print_rows(plans)
+    for name, why in sorted(WITHOUT_PLAN.items()):
+        print(f"| {name} | no plan | | {why} |")
 
 
 if __name__ == "__main__":

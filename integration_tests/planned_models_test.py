@@ -113,6 +113,11 @@ SMALL = {
         {"x": floats(4, 16), "y": floats(4, 8)},
     ),
     "with_lambda": (small_models.with_lambda, floats(4, 16), floats(4, 12)),
+    "learned_queries": (
+        small_models.learned_queries,
+        floats(4, 16, 32),
+        floats(4, 6, 32),
+    ),
     "nameless": (small_models.nameless, floats(4, 6, 32), floats(4, 6, 32)),
 }
 

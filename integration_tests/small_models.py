@@ -89,6 +89,42 @@ class Nameless(keras.Model):
         return self.x4(self.x3(self.x2(x)))
 
 
+class LearnedQueries(layers.Layer):
+    """A few queries, the same for all examples, attend to all positions."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.up = layers.Dense(48, activation="relu", name="up")
+        self.down = layers.Dense(32, name="down")
+        self.q, self.k, self.v, self.o = (
+            layers.Dense(32, name=name) for name in ("q", "k", "v", "o")
+        )
+
+    def build(self, shape):
+        self.queries = self.add_weight(shape=(1, 6, 32), name="queries")
+        for layer in (self.up, self.q, self.k, self.v, self.o):
+            layer.build((None, None, 32))
+        self.down.build((None, None, 48))
+
+    def call(self, x):
+        ops = keras.ops
+        queries = ops.tile(self.queries, (ops.shape(x)[0], 1, 1))
+        queries = self.down(self.up(queries))
+        q = ops.reshape(self.q(queries), (-1, 6, 4, 8))
+        k, v = (
+            ops.reshape(layer(x), (-1, 16, 4, 8)) for layer in (self.k, self.v)
+        )
+        scores = ops.softmax(ops.einsum("bthd,bshd->bhts", q, k))
+        mixed = ops.einsum("bhts,bshd->bthd", scores, v)
+        return self.o(ops.reshape(mixed, (-1, 6, 32)))
+
+
+def learned_queries():
+    inputs = keras.Input((16, 32))
+    x = LearnedQueries(name="queries")(inputs)
+    return keras.Model(inputs, layers.LayerNormalization(name="norm")(x))
+
+
 def shared():
     inputs = keras.Input((16,))
     norm = layers.LayerNormalization(name="norm")

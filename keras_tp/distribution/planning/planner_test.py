@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 from keras import layers
 
+from integration_tests import small_models
 from keras_tp import distribution
 from keras_tp.distribution.planning import planner
 
@@ -246,6 +247,27 @@ def test_fused_projections_are_planned_in_blocks():
     assert row.layout_axes == (None, None) and not row.is_split
     assert plan.layout_map["x/a/kernel"].axes == (None, None)
     assert "in 3 blocks" in plan.summary()
+
+
+def test_learned_queries_are_activations():
+    """Made for each example of weights alone, they are no product of weights.
+
+    The queries themselves are whole: their sums would be as large as those of
+    any activation.
+    """
+    plan = plan_of(small_models.learned_queries)
+    found = split(plan)
+    columns = {path for path, dim in found.items() if dim == 1}
+    assert columns == {f"queries/{name}/kernel" for name in ("up", *"qkv")}
+    assert found["queries/down/kernel"] == found["queries/o/kernel"] == 0
+    assert "same for all examples" in plan["queries/queries"].why
+    # Two outputs, and the gradient of what the queries are made of.
+    assert [(r.path, r.backward) for r in plan.reductions] == [
+        ("queries/down", False),
+        ("queries/o", False),
+        ("queries/q", True),
+        ("queries/up", True),
+    ]
 
 
 def test_gated_pair():

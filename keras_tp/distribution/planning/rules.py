@@ -87,7 +87,10 @@ LEAVES = {
     "ConvLSTM2D",
     "ConvLSTM3D",
     "Softmax",
+    "ComputeAttentionMask",
     "DisentangledSelfAttention",
+    "SAM3Attention",
+    "SAM3GeometryEncoder",
 }
 _CONVOLUTIONS = ("Conv1D", "Conv2D", "Conv3D")
 
@@ -155,9 +158,10 @@ class Dims:
         self.factors = []
         self.blocks = []
         # Values computed from weights alone, and attention's probabilities.
-        self.weights = {
-            v.index for v in graph.values if v.kind in ("variable", "constant")
-        }
+        self.weights = set()
+        self._add_weights(
+            v for v in graph.values if v.kind in ("variable", "constant")
+        )
         self.probabilities = set()
         self.unknown = {}
         self._parent = {}
@@ -282,11 +286,20 @@ class Dims:
         # The smaller one, so that the result does not depend on any order.
         self._parent[max(a, b)] = min(a, b)
 
+    def _add_weights(self, values):
+        """Learned queries, of each example, are as any activation."""
+        self.weights.update(
+            v.index for v in values if self.graph.batch not in v.shape
+        )
+
     def _apply(self, step):
         self._step = step
         around = [*step.inputs, *step.outputs, *step.variables]
         if not step.is_leaf and all(map(self.is_weight, step.inputs)):
-            self.weights.update(value.index for value in step.outputs)
+            self._add_weights(step.outputs)
+            if not all(map(self.is_weight, step.outputs)):
+                few = [v for v in step.inputs if v.kind == "variable"]
+                self.keep_whole(few, "the same for all examples")
         function = rule_for(step)
         if function is None:
             if any(math.prod(value.shape) > 1 for value in around):

@@ -93,7 +93,10 @@ def _attention(dims, activations, out, where):
 
 @rule("Einsum")
 def einsum(dims, step):
-    lhs, out = step.operation.subscripts.replace(" ", "").split("->")
+    lhs, arrow, out = step.operation.subscripts.replace(" ", "").partition("->")
+    if not arrow:
+        once = [c for c in lhs if c.isalpha() and lhs.count(c) == 1]
+        out = "..." * ("..." in lhs) + "".join(sorted(once))
     operands = values_in(step.args)
     letters = lhs.split(",")
     extra = [

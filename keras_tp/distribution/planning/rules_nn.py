@@ -126,7 +126,6 @@ def grouped_convolution(dims, step):
     "AdaptiveAveragePool",
     "Resize",
 )
-@leaf_rule("Resizing")
 def pooling(dims, step):
     x, output = step.inputs[0], step.outputs[0]
     channels = _channels(step, x)

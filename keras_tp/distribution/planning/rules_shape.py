@@ -1,5 +1,7 @@
 """Rules for operations that move, cut or join what is there."""
 
+import math
+
 from keras_tp.distribution.planning.graph import Value
 from keras_tp.distribution.planning.graph import values_in
 from keras_tp.distribution.planning.rules import rule
@@ -40,6 +42,9 @@ def expand_or_squeeze(dims, step):
 @rule("Reshape", "Flatten", "Ravel")
 def reshape(dims, step):
     x, output = step.inputs[0], step.outputs[0]
+    if math.prod(x.shape) != math.prod(output.shape):
+        # Without elements: a dim of size 0 is noted as one of size 1.
+        return
     if x.index in dims.probabilities:
         dims.probabilities.add(output.index)
     for before, after in _groups(x.shape, output.shape):

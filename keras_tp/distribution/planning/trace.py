@@ -5,6 +5,7 @@ noted are Keras operations on every backend. No variable needs a value.
 """
 
 import contextlib
+import inspect
 import random
 
 import keras
@@ -20,6 +21,7 @@ from keras_tp.distribution import followers
 from keras_tp.distribution.planning import graph as graph_lib
 from keras_tp.distribution.planning import inputs as inputs_lib
 from keras_tp.distribution.planning import rules
+from keras_tp.distribution.planning import symbolic as symbolic_lib
 
 # Attributes in which Keras itself keeps track of variables.
 _TRACKING = (
@@ -32,9 +34,6 @@ _TRACKING = (
     "_self_unconditional_checkpoint_dependencies",
     "_self_unconditional_dependency_names",
 )
-# How a framework turns a KerasTensor into a tensor of its own: without these
-# `constant * KerasTensor` reaches `KerasTensor.__rmul__`.
-_CONVERSIONS = ("__jax_array__", "__array__", "__tf_tensor__")
 
 
 def trace(model, input_spec=None):
@@ -271,7 +270,7 @@ class _Tracer:
                 self.graph.leaves = leaves
                 self.graph.leaves[self.path()] = failure.text
             with self.real_variables(layer), self.unhooked():
-                outputs = layer.compute_output_spec(*args, **kwargs)
+                outputs = _output_spec(layer, args, kwargs)
             self.record(layer, args, kwargs, outputs, layer)
             return outputs
         finally:
@@ -280,34 +279,34 @@ class _Tracer:
     def call_operation(self, operation, *args, **kwargs):
         """What `Operation.symbolic_call` is meanwhile."""
         outputs = operation.compute_output_spec(*args, **kwargs)
-        self.record(operation, args, kwargs, outputs)
+        if not isinstance(outputs, int):
+            self.record(operation, args, kwargs, outputs)
         return outputs
 
     @contextlib.contextmanager
     def hooks(self):
         call_layer, call_operation = self.call_layer, self.call_operation
+        self.original = _symbolic_calls()
+        self.own = (
+            lambda layer, *a, **k: call_layer(layer, *a, **k),
+            lambda op, *a, **k: call_operation(op, *a, **k),
+            lambda *a, **k: None,
+        )
         with contextlib.ExitStack() as stack:
-            self.original = _symbolic_calls()
             stack.callback(_set_symbolic_calls, *self.original)
-            self.own = (
-                lambda layer, *a, **k: call_layer(layer, *a, **k),
-                lambda op, *a, **k: call_operation(op, *a, **k),
-                lambda *a, **k: None,
-            )
             _set_symbolic_calls(*self.own)
-            for name in _CONVERSIONS:
-                if name in vars(keras.KerasTensor):
-                    method = vars(keras.KerasTensor)[name]
-                    stack.callback(setattr, keras.KerasTensor, name, method)
-                    delattr(keras.KerasTensor, name)
+            self.replaced = stack.enter_context(contextlib.ExitStack())
+            self.replaced.enter_context(symbolic_lib.replaced())
             yield
 
     @contextlib.contextmanager
     def unhooked(self):
         _set_symbolic_calls(*self.original)
+        self.replaced.close()
         try:
             yield
         finally:
+            self.replaced.enter_context(symbolic_lib.replaced())
             _set_symbolic_calls(*self.own)
 
     @contextlib.contextmanager
@@ -380,6 +379,14 @@ class _Failure:
             self.text = f"{kind.__name__}: {lines[0][:100]}"
             return True
         return False
+
+
+def _output_spec(layer, args, kwargs):
+    """As Keras does; `training` is that of the model, given to all layers."""
+    takes = inspect.signature(layer.compute_output_spec).parameters.values()
+    if not any(p.name == "training" or p.kind == p.VAR_KEYWORD for p in takes):
+        kwargs = {k: v for k, v in kwargs.items() if k != "training"}
+    return layer.compute_output_spec(*args, **kwargs)
 
 
 def _symbolic_calls():
