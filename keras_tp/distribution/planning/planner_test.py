@@ -263,10 +263,10 @@ def test_learned_queries_are_activations():
     assert "same for all examples" in plan["queries/queries"].why
     # Two outputs, and the gradient of what the queries are made of.
     assert [(r.path, r.backward) for r in plan.reductions] == [
-        ("queries/down", False),
-        ("queries/o", False),
-        ("queries/q", True),
         ("queries/up", True),
+        ("queries/down", False),
+        ("queries/q", True),
+        ("queries/o", False),
     ]
 
 
