@@ -58,7 +58,10 @@ def main():
     # What the file has to hold, whatever comes.
     saved = model.get_weights()
     if INDEX == 0:
-        np.savez(FOLDER / "saved.npz", *saved)
+        np.savez(FOLDER / "saving.npz", *saved)
+        (FOLDER / "saving.npz").rename(FOLDER / "saved.npz")
+    while not (FOLDER / "saved.npz").exists():
+        time.sleep(0.1)
     # What counts as time to end begins here.
     (FOLDER / "began").touch()
     if WHAT == "raise" and INDEX == 1:

@@ -288,6 +288,39 @@ def test_no_process_outlives_the_launcher(tmp_path):
     assert not launching.running(str(script))
 
 
+VERIFIED = """
+import keras
+import numpy as np
+from keras import layers
+from keras_tp import distribution as dist
+
+
+def build_model():
+    inputs = keras.Input((16,))
+    x = layers.Dense(32, activation="gelu", name="up")(inputs)
+    model = keras.Model(inputs, layers.Dense(16, name="down")(x))
+    model.compile("sgd", "mse")
+    return model
+
+
+if __name__ == "__main__":
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
+    report = dist.verify(build_model, dist.TensorParallel(), x, x)
+    assert report.passed, report
+    # To the last bit: nothing was split.
+    assert report.weight_difference > 0
+    assert dist.distribution() is None
+"""
+
+
+def test_a_model_is_verified(tmp_path):
+    """One process trains the twin; all train the model."""
+    script = tmp_path / "verified.py"
+    script.write_text(VERIFIED)
+    result = launch(script)
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
 def hosts(script, *arguments, wait=120, count=2, **variables):
     """Runs a command on each of two "hosts", two addresses of this one."""
     addresses = (
