@@ -33,10 +33,7 @@ def whole(plan):
     for row in plan.variables:
         if len(row.shape) > 1 and not row.is_split:
             path = re.sub(r"\d+", "#", row.path)
-            why = row.why
-            if row.blocks > 1:
-                why = f"{row.blocks} blocks, which no Keras layout can say"
-            found[why][f"`{path}`"] = None
+            found[row.why][f"`{path}`"] = None
     for kind in plan.without_rule:
         found["no rule"][kind] = None
     return "; ".join(f"{', '.join(key)}: {why}" for why, key in found.items())

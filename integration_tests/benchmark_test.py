@@ -32,15 +32,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_step_time(tmp_path):
-    backend = keras.config.backend()
-    command = [sys.executable, "benchmarks/step_time.py", "--backend", backend]
-    command += ["--devices", "2", "--hidden", "64", "--layers", "1"]
-    command += ["--steps", "2", "--rounds", str(ROUNDS)]
-    # The benchmark has to make its own devices, not to find those of tests.
+def run(script, *arguments):
+    """Runs a script of the folder of benchmarks; returns what it prints."""
+    # Scripts make their own devices.
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     result = subprocess.run(
-        [*command, "--json", str(tmp_path / "times.json")],
+        [sys.executable, f"benchmarks/{script}", *arguments],
         cwd=ROOT,
         env={**env, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -48,6 +45,16 @@ def test_step_time(tmp_path):
         timeout=300,
     )
     assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+def test_step_time(tmp_path):
+    backend = keras.config.backend()
+    output = run(
+        *("step_time.py", "--backend", backend, "--devices", "2"),
+        *("--hidden", "64", "--layers", "1", "--steps", "2"),
+        *("--rounds", str(ROUNDS), "--json", str(tmp_path / "times.json")),
+    )
     written = json.loads((tmp_path / "times.json").read_text())
     assert set(written["ratios"]) == RATIOS[backend]
     for seconds in written["seconds"].values():
@@ -56,21 +63,12 @@ def test_step_time(tmp_path):
         low, high = found["interval"]
         assert low <= found["ratio"] <= high
         # Process 0 alone prints.
-        assert result.stdout.count(f"{name}: ratio of medians") == 1
+        assert output.count(f"{name}: ratio of medians") == 1
 
 
 def test_plan_large():
     """Llama's 70 B parameters: the column / row pairs, and no weight made."""
-    result = subprocess.run(
-        [sys.executable, "benchmarks/plan_large.py"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    one, several = map(json.loads, result.stdout.splitlines())
+    one, several = map(json.loads, run("plan_large.py").splitlines())
     layers, width, length, item = 80, 8192, 4096, 2
     whole = (2 * layers + 1) * width
     share = (one["parameters"] - whole) // 8 + whole
@@ -99,15 +97,7 @@ SURVEYED = ["BLIP2", "CSPNet", "FNet", "Gemma3n", "llama3", "SigLIP"]
 
 @pytest.mark.parametrize("names", [SURVEYED, []], ids=["some", "all"])
 def test_plan_survey(names):
-    result = subprocess.run(
-        [sys.executable, "benchmarks/plan_survey.py", *names],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
+    output = run("plan_survey.py", *names)
     expected = (ROOT / "benchmarks/plans.md").read_text()
     if names:
         rows = expected.splitlines(keepends=True)
@@ -115,4 +105,4 @@ def test_plan_survey(names):
             row for row in rows if row.split(" | ")[0].strip("| ") in names
         )
         assert expected.count("\n") == len(names)
-    assert result.stdout == expected
+    assert output == expected

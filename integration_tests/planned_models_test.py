@@ -119,16 +119,19 @@ SMALL = {
         floats(4, 6, 32),
     ),
     "nameless": (small_models.nameless, floats(4, 6, 32), floats(4, 6, 32)),
-}
-
-
-SMALL |= {
-    name: (
-        small_models.blocks(getattr(small_models, name)),
-        floats(4, 6, 12),
-        floats(4, 6, 32),
-    )
-    for name in ("fused_own_dim", "fused_in_heads", "fused_flat")
+    **{
+        name: (
+            small_models.blocks(getattr(small_models, name)),
+            floats(4, 6, 12),
+            floats(4, 6, 32),
+        )
+        for name in (
+            "fused_own_dim",
+            "fused_in_heads",
+            "fused_flat",
+            "merged_heads",
+        )
+    },
 }
 
 
@@ -200,8 +203,23 @@ def test_what_is_predicted_is_counted(name):
     assert_counted_as_predicted(counted, plan, 4)
 
 
+def test_heads_merged_with_the_batch_are_gathered():
+    """A limit of plans that the README has: they do not predict it."""
+    build = small_models.blocks(small_models.merged_heads)
+    with planned(build, harness.fitted((1, 4))).scope():
+        model = build()
+        model.compile("sgd", "mse")
+    counted = distribution.count_collectives(
+        model, floats(4, 6, 12), floats(4, 6, 32)
+    )
+    # In two layers; they train as on one device, see above.
+    expected = {"jax": 8, "tensorflow": 8, "torch": 12}
+    assert counted["all_gather"][0] == expected[keras.config.backend()]
+
+
 # What CI trains.
 QUICK = {"opt", "llama_grouped"}
+
 
 # All-reduces of a step under Megatron's map, on 2 devices: 4 for each of 2
 # blocks, 1 for the tokens that are looked up, 1 for the gradient of what the

@@ -357,9 +357,7 @@ def test_two_hosts(tmp_path):
         assert code == 0, errors[-3000:]
 
 
-@pytest.mark.parametrize(
-    "what", ["kill_step", pytest.param("kill_saving1", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("what", ["kill_step", "kill_saving1"])
 def test_a_process_that_dies_on_another_host(what, tmp_path):
     results = hosts(ENDS_SCRIPT, what, tmp_path, KERAS_TP_TIMEOUT="15")
     (code, _, errors), (other, _, _) = results

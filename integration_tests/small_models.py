@@ -67,6 +67,22 @@ def fused_flat(k, x):
     return _attend(k, *(layers.Reshape((6, 4, 8))(part) for part in parts))
 
 
+def merged_heads(k, x):
+    """Heads and batch in one dim, as vision models have them."""
+    ops = keras.ops
+
+    def project(name):
+        y = layers.Dense(32, name=f"{name}_{k}")(x)
+        y = ops.transpose(ops.reshape(y, (-1, 6, 4, 8)), (0, 2, 1, 3))
+        return ops.reshape(y, (-1, 6, 8))
+
+    q, key, v = project("query"), project("key"), project("value")
+    scores = ops.softmax(ops.matmul(q, ops.transpose(key, (0, 2, 1))))
+    y = ops.reshape(ops.matmul(scores, v), (-1, 4, 6, 8))
+    y = ops.reshape(ops.transpose(y, (0, 2, 1, 3)), (-1, 6, 32))
+    return layers.Dense(32, name=f"out_{k}")(y)
+
+
 class Nameless(keras.Model):
     """Attention and a pair whose names say nothing."""
 

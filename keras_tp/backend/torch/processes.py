@@ -166,7 +166,7 @@ def meet(what):
 
 
 def longer():
-    """Returns a context in which a slow process is waited for. A collective."""
+    """Returns a context in which a slow process is waited for."""
     return waiting.longer()
 
 
