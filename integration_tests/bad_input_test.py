@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from keras import layers
 
+import keras_tp
 from integration_tests import harness
 from keras_tp import distribution as dist
+from keras_tp.distribution import device_mesh
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -314,9 +316,63 @@ def test_mesh_that_does_not_fit_the_devices_there_are(factor):
     )
 
 
+def named_mesh(shape=(1, 8), kind="tpu", axis_names=("batch", "model")):
+    """Returns a mesh of devices that need not be here."""
+    devices = [f"{kind}:{index}" for index in range(int(np.prod(shape)))]
+    return dist.DeviceMesh(shape, list(axis_names), devices)
+
+
+def uses_of_a_mesh(mesh):
+    """Yields every way to have something placed on a mesh."""
+    plan = dist.plan_sharding(mlp, mesh)
+    layout = dist.TensorLayout((None, "model"), mesh)
+    split = dist.TensorParallel(mesh)
+    model = mlp()
+    yield lambda: dist.set_distribution(split)
+    yield lambda: dist.set_distribution(dist.DataParallel(mesh))
+    yield lambda: split.scope().__enter__()
+    yield lambda: plan.distribution().scope().__enter__()
+    yield lambda: keras.distribution.set_distribution(split)
+    yield lambda: dist.distribute_model(model, split)
+    yield lambda: dist.verify(mlp, split, np.zeros((2, 6)), np.zeros((2, 4)))
+    yield lambda: dist.distribute_tensor(np.zeros((6, 8), "float32"), layout)
+    yield lambda: mesh.backend_mesh
+
+
+@pytest.mark.filterwarnings("ignore:Expect the input mesh to be 1D")
 def test_unknown_device():
-    with pytest.raises(ValueError, match="'cpu:99'.*cpu:0"):
-        dist.DeviceMesh((1, 2), ["batch", "model"], ["cpu:0", "cpu:99"])
+    names = ["cpu:0", "cpu:99"]
+    mesh = dist.DeviceMesh((1, 2), ["batch", "model"], names)
+    for use in uses_of_a_mesh(mesh):
+        with pytest.raises(ValueError) as e:
+            use()
+        for text in ("Unknown device 'cpu:99'", "'cpu:0'", "--devices 100"):
+            assert text in str(e.value)
+        assert f"Received: devices={names}" in str(e.value)
+        assert dist.distribution() is None
+
+
+@pytest.mark.filterwarnings("ignore:Expect the input mesh to be 1D")
+def test_devices_of_a_type_that_is_not_here():
+    for use in uses_of_a_mesh(named_mesh()):
+        with pytest.raises(ValueError) as e:
+            use()
+        for text in ("Unknown device 'tpu:0'", "no devices of type 'tpu'"):
+            assert text in str(e.value)
+        assert dist.distribution() is None
+    assert all(v._layout is None for v in mlp().variables)
+
+
+def test_a_plan_for_devices_that_are_not_here():
+    plan = dist.plan_sharding(mlp, named_mesh((2, 4)))
+    assert plan["net/up/kernel"].axes == (None, "model")
+    assert plan.memory(8)["parameters"] == 4 * (6 * 12 + 12 + 12 * 4) // 4 + 16
+    assert plan.collectives(8)["all_reduce"][0] > 1
+    assert "each device holds" in plan.summary()
+    read = dist.ShardingPlan.from_json(plan.to_json())
+    assert read.diff(plan) == {}
+    assert read.device_mesh.devices.shape == (2, 4)
+    assert plan.distribution().device_mesh is plan.device_mesh
 
 
 def test_unknown_type_of_device():
@@ -331,6 +387,21 @@ def test_duplicated_device():
         dist.DeviceMesh((1, 2), ["batch", "model"], ["cpu:0", "cpu:0"])
 
 
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ((4, ["model"]), "`(4,)`"),
+        (((4,), "model"), "`['model']`"),
+        (((1,), ["model"], "cpu:0"), "must be a list of names"),
+        (((1,), ["model"], 1), "must be a list of names"),
+    ],
+)
+def test_arguments_of_a_mesh(arguments, text):
+    with pytest.raises(ValueError) as e:
+        dist.DeviceMesh(*arguments)
+    assert text in str(e.value) and "Received: " in str(e.value)
+
+
 def test_mesh_of_a_model_parallel_is_that_of_its_map():
     layout_map = dist.LayoutMap(mesh())
     with pytest.raises(ValueError, match="is that of its LayoutMap"):
@@ -339,6 +410,240 @@ def test_mesh_of_a_model_parallel_is_that_of_its_map():
         dist.ModelParallel(layout_map=layout_map, layuot=1)
     with pytest.raises(ValueError, match=r"\['batch', 'model'\].*'data'"):
         dist.ModelParallel(layout_map=layout_map, batch_dim_name="data")
+
+
+# --- what is no distribution, mesh or layout --------------------------------
+
+
+def not_distributions():
+    """Returns pairs of a value and what the error says to write."""
+    mesh = named_mesh((1, 2), "cpu")
+    layout_map = dist.LayoutMap(mesh)
+    return [
+        (dist.TensorParallel, "`TensorParallel()`: an instance"),
+        (dist.DataParallel, "`DataParallel()`: an instance"),
+        (keras.distribution.DataParallel, "`DataParallel()`: an instance"),
+        (dist.ModelParallel, "`ModelParallel(layout_map=layout_map)`"),
+        (mesh, "`TensorParallel(device_mesh)`"),
+        (layout_map, "`ModelParallel(layout_map=layout_map)`"),
+        (dist.plan_sharding(mlp, mesh), "`TensorParallel(plan=plan)`"),
+        (mlp(), "`distribute_model(model, TensorParallel())`"),
+        ("auto", "`TensorParallel()` for a plan"),
+        (2, "`TensorParallel(DeviceMesh((n,), ['model']"),
+        (["cpu:0", "cpu:1"], "`TensorParallel(DeviceMesh((2,), ['model']"),
+        (True, "must be a distribution"),
+        ({}, "must be a distribution"),
+    ]
+
+
+@pytest.mark.parametrize("way", ["ours", "keras", "distribute", "verify"])
+def test_what_is_no_distribution_is_refused_at_once(way):
+    model = mlp()
+    x, y = np.zeros((4, 6), "float32"), np.zeros((4, 4), "float32")
+    if way == "keras":
+        keras_tp.install()
+    # Taken before: Keras hands the same function out under several names.
+    set_distribution = keras.distribution.set_distribution
+    ways = {
+        "ours": dist.set_distribution,
+        "keras": set_distribution,
+        "distribute": lambda value: dist.distribute_model(model, value),
+        "verify": lambda value: dist.verify(mlp, value, x, y),
+    }
+    for value, text in not_distributions():
+        with pytest.raises(ValueError) as e:
+            ways[way](value)
+        assert "`distribution` must be a distribution" in str(e.value)
+        assert text in str(e.value)
+        assert "Received: distribution=" in str(e.value)
+        assert dist.distribution() is None
+    assert all(v._layout is None for v in mlp().variables + model.variables)
+
+
+def test_what_is_no_model_is_refused_at_once():
+    split = dist.TensorParallel(named_mesh((1, 2), "cpu"))
+    for value in (mlp, split, None, "model.keras", keras.Model):
+        with pytest.raises(ValueError, match="takes a Keras model.*Received"):
+            dist.distribute_model(value, dist.DataParallel(devices=["cpu:0"]))
+        with pytest.raises(ValueError, match="takes a model.*Received"):
+            keras_tp.TensorParallelKeras(value)
+    x = np.zeros((4, 6), "float32")
+    for value in (mlp(), "build"):
+        with pytest.raises(ValueError, match="must be a function.*Received"):
+            dist.verify(value, dist.DataParallel(devices=["cpu:0"]), x, x)
+
+
+def test_what_is_no_mesh_is_refused_at_once():
+    calls = (
+        dist.TensorParallel,
+        dist.DataParallel,
+        dist.LayoutMap,
+        lambda value: dist.plan_sharding(mlp, value),
+    )
+    mesh = named_mesh((1, 2), "cpu")
+    values = [
+        (dist.LayoutMap(mesh), "`ModelParallel(layout_map=layout_map)`"),
+        (dist.plan_sharding(mlp, mesh), "`TensorParallel(plan=plan)`"),
+        (dist.TensorParallel(mesh), "`distribution.device_mesh`"),
+        (["cpu:0", "cpu:1"], "DeviceMesh((2,), ['model'], devices)"),
+        (2, "list_devices()[:n]"),
+        ("auto", "`TensorParallel()`"),
+    ]
+    for call in calls:
+        for value, text in values:
+            with pytest.raises(ValueError) as e:
+                call(value)
+            assert "`device_mesh` to be an instance" in str(e.value)
+            assert text in str(e.value)
+            assert "Received: device_mesh=" in str(e.value)
+
+
+def test_arguments_of_a_model_parallel():
+    layout_map = dist.LayoutMap(named_mesh((1, 2), "cpu"))
+    for arguments in ((layout_map,), (layout_map.device_mesh, layout_map)):
+        with pytest.raises(ValueError) as e:
+            dist.ModelParallel(*arguments)
+        assert "`ModelParallel(layout_map=layout_map)`" in str(e.value)
+        assert "Received: " in str(e.value)
+    values = [
+        (None, "must specify a layout_map"),
+        (GOOD, "`layout_map = LayoutMap(device_mesh)`"),
+        (layout_map.device_mesh, "`TensorParallel(device_mesh)`"),
+        (dist.LayoutMap(None), "needs a mesh"),
+    ]
+    for value, text in values:
+        with pytest.raises(ValueError) as e:
+            dist.ModelParallel(layout_map=value)
+        assert text in str(e.value) and "Received: " in str(e.value)
+    for devices in ("cpu:0", 2, []):
+        with pytest.raises(ValueError, match="must be a list of names"):
+            dist.DataParallel(devices=devices)
+
+
+def test_a_list_of_axes_is_a_layout():
+    patterns = {k: list(axes) for k, axes in GOOD.items()}
+    with model_parallel(patterns).scope():
+        model = mlp()
+    report = dist.describe(model)
+    assert {p: report[f"net/{p}/kernel"].axes for p in ("up", "down")} == {
+        "up": (None, "model"),
+        "down": ("model", None),
+    }
+    plan = dist.plan_sharding(
+        mlp, named_mesh(), overrides={"net/up/kernel": [None, None]}
+    )
+    assert plan["net/up/kernel"].axes == (None, None)
+
+
+@pytest.mark.parametrize("layout", ["model", None, {0: "model"}, (0, 1), 1])
+def test_what_is_no_layout(layout):
+    device_mesh = named_mesh((1, 2), "cpu")
+    uses = [
+        lambda: dist.LayoutMap(device_mesh).update({"x": layout}),
+        lambda: dist.TensorLayout(layout, device_mesh),
+        lambda: dist.plan_sharding(
+            mlp, device_mesh, overrides={"net/up/kernel": layout}
+        ),
+    ]
+    for use in uses:
+        with pytest.raises(ValueError) as e:
+            use()
+        assert "(None, 'model')" in str(e.value)
+        assert f"={layout!r}" in str(e.value)
+
+
+def test_a_key_that_is_no_string():
+    kernel = mlp().layers[0].kernel
+    with pytest.raises(ValueError, match="matches paths.*Received: key="):
+        dist.LayoutMap(mesh())[kernel] = (None, "model")
+
+
+# --- a plan of another model ------------------------------------------------
+
+
+def test_a_plan_whose_paths_agree_and_sizes_do_not():
+    plan = dist.plan_sharding(lambda: mlp(24), mesh())
+    model = mlp()
+    split = dist.TensorParallel(plan=plan)
+    with split.scope():
+        with pytest.raises(ValueError) as of_a_new_model:
+            mlp()
+    with pytest.raises(ValueError) as of_a_model:
+        dist.distribute_model(model, split)
+    for e in (of_a_new_model, of_a_model):
+        for text in ("'net/up/kernel'", "(6, 12)", "(6, 24)", "Received: plan"):
+            assert text in str(e.value)
+    assert all(v._layout is None for v in model.variables)
+    with split.scope():
+        assert dist.describe(mlp(24))["net/up/kernel"].is_split
+
+
+# --- nothing is split -------------------------------------------------------
+
+
+def swapped():
+    """Returns a mesh whose axis `"model"` has one device."""
+    return named_mesh((1, 4), "cpu", ("model", "batch"))
+
+
+def test_axes_swapped():
+    (message,) = caught(lambda: dist.TensorParallel(swapped()))
+    for text in (
+        "Each of the 4 devices holds every variable whole",
+        "'model' of size 1",
+        "`DeviceMesh((4, 1), ['model', 'batch'])`",
+    ):
+        assert text in message
+    (message,) = caught(
+        lambda: dist.plan_sharding(mlp, swapped()).distribution()
+    )
+    assert "'model' of size 1" in message
+    only_batch = named_mesh((4,), "cpu", ("batch",))
+    (message,) = caught(lambda: dist.TensorParallel(only_batch))
+    assert "no mesh axis splits variables" in message
+    assert "`DeviceMesh((4,), ['model'])`" in message
+    assert caught(lambda: dist.TensorParallel(named_mesh((1, 4), "cpu"))) == []
+
+
+def test_axes_swapped_under_a_map():
+    shape = mesh().shape
+    layout_map = dist.LayoutMap(harness.mesh(shape, ("model", "batch")))
+    layout_map.update(GOOD)
+    with dist.ModelParallel(layout_map=layout_map).scope():
+        model = mlp()
+        (message,) = caught(lambda: model.compile("sgd", "mse"))
+    assert "'model' of size 1" in message
+    assert f"`DeviceMesh({shape[::-1]}, ['model', 'batch'])`" in message
+    # Parameters split over the axis of the batch are split.
+    with model_parallel({".*up/kernel": (None, "model")}).scope():
+        model = mlp()
+        assert caught(lambda: model.compile("sgd", "mse")) == []
+
+
+def test_one_device_for_each_way_that_found_it(monkeypatch):
+    lib = keras_tp.backend.distribution_lib
+    monkeypatch.setattr(lib, "list_devices", lambda kind=None: ["cpu:0"])
+    monkeypatch.setattr(lib, "get_device_count", lambda kind=None: 1)
+    model = mlp()
+    ways = [
+        lambda: dist.set_distribution(dist.TensorParallel()),
+        lambda: dist.DataParallel().scope().__enter__(),
+        lambda: dist.distribute_model(model, dist.TensorParallel()),
+        lambda: keras_tp.TensorParallelKeras(model),
+    ]
+    for way in ways:
+        dist.set_distribution(None)
+        monkeypatch.setattr(device_mesh, "_said_alone", [])
+        (message,) = caught(way)
+        assert "There is one device here, 'cpu:0'" in message
+        assert caught(way) == []
+    dist.set_distribution(None)
+    monkeypatch.setattr(device_mesh, "_said_alone", [])
+    asked = [
+        lambda: keras_tp.TensorParallelKeras(mlp(), world_size=1),
+        lambda: dist.plan_sharding(mlp, dist.DeviceMesh((1,), ["model"])),
+    ]
+    assert [caught(way) for way in asked] == [[], []]
 
 
 # --- set_distribution after the model was built -----------------------------

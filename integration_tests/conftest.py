@@ -78,9 +78,14 @@ SLOW_ON = {
         r"generate_test\.py::test_tokens_that_are_drawn\[2\]",
         r"benchmark_test\.py::test_plan_survey\[all",
     ),
-    "torch": (*FOLLOWERS, r"benchmark_test\.py::test_plan_survey\[some"),
+    "torch": (
+        *FOLLOWERS,
+        r"benchmark_test\.py::test_plan_survey\[some",
+        r"readme_test\.py::test_snippet_runs\[[245]",
+    ),
     "tensorflow": (
         r"benchmark_test\.py::test_plan_survey\[all",
+        r"collective_calls_test\.py::.*\[(count_collectives|verify)",
         *FOLLOWERS,
         *ORDERS_AND_SHAPES,
         r"generate_test\.py::.*one_device\[(2-(?!opt)|4-(?!llama))",

@@ -57,8 +57,6 @@ CHECKS = {
 def test_example(name, tmp_path):
     # It has to make its own devices, not to find those of the tests.
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    # torchrun's: of its processes, which all print, the first is shown.
-    env["PET_LOCAL_RANKS_FILTER"] = "0"
     result = subprocess.run(
         [
             *(sys.executable, "-m", "keras_tp.launch", "--devices", "2"),

@@ -657,3 +657,60 @@ def test_a_file_of_what_was_quantized(tmp_path):
     own = keras.models.load_model(tmp_path / "model.keras")
     assert distribution.distribution() is None
     assert harness.difference(own.predict(x, verbose=0), expected) <= TOLERANCE
+
+
+# How a layer is changed that nobody has called, and what is done with it then.
+CHANGES = {
+    "int8": lambda up: up.quantize("int8"),
+    "int4": lambda up: up.quantize(
+        config=keras.quantizers.Int4QuantizationConfig(block_size=4)
+    ),
+    "float8": lambda up: up.quantize("float8"),
+    "lora": lambda up: up.enable_lora(RANK),
+    "int8, lora": lambda up: (up.quantize("int8"), up.enable_lora(RANK)),
+}
+
+
+def pair_built_by_shape(how):
+    keras.utils.set_random_seed(1)
+    up = layer(layers.Dense, INNER, activation="relu", name="up")
+    up.build((None, WIDTH))
+    CHANGES[how](up)
+    down = layer(layers.Dense, WIDTH, name="down")
+    return keras.Sequential([up, down])
+
+
+def called_and_trained(model):
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((4, WIDTH), "float32")
+    first = keras.ops.convert_to_numpy(model.layers[0](x))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    losses = model.fit(x, x, batch_size=4, epochs=2, verbose=0)
+    return [first, losses.history["loss"], model.predict(x, verbose=0)]
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_layer_that_was_built_by_its_shape_only(how):
+    expected = called_and_trained(pair_built_by_shape(how))
+    mesh = harness.mesh(harness.fitted((1, 2)))
+    distribution.set_distribution(distribution.TensorParallel(mesh))
+    model = pair_built_by_shape(how)
+    for one, other in zip(called_and_trained(model), expected):
+        assert harness.difference(one, other) <= TOLERANCE
+    assert split_axes(model)["up/kernel"] == (None, "model")
+
+
+def test_a_model_of_one_layer_that_is_quantized_before_it_is_used():
+    """Each variable that is added is one of the model's at once."""
+
+    def used():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([layer(layers.Dense, INNER, name="up")])
+        model.build((None, WIDTH))
+        model.quantize("float8")
+        return model.predict(np.ones((4, WIDTH), "float32"), verbose=0)
+
+    expected = used()
+    mesh = harness.mesh(harness.fitted((1, 2)))
+    distribution.set_distribution(distribution.TensorParallel(mesh))
+    assert harness.difference(used(), expected) <= TOLERANCE

@@ -28,6 +28,11 @@ def running(text):
     return found
 
 
+def last_report(errors):
+    """Returns what a launcher wrote last about a process that failed."""
+    return errors.rpartition("[keras_tp.launch] ")[2]
+
+
 def arrays_of(path):
     """Returns the arrays of a file that Keras wrote."""
     found = {}

@@ -16,7 +16,7 @@ from integration_tests import zoo
 from keras_tp import TensorParallelKeras
 from keras_tp import backend
 from keras_tp import distribution
-from keras_tp.distribution import model_hooks
+from keras_tp.distribution import model_state
 
 BACKEND = keras.config.backend()
 WORLDS = harness.shapes((2,), (4,))
@@ -198,7 +198,7 @@ def test_a5_each_part_is_used(name, shape):
 def test_a6_inputs_are_whole_on_every_device(shape):
     model = wrapped(shape)
     x, _ = data()
-    current = model_hooks.distribution_of(model)
+    current = model_state.distribution_of(model)
     layout = current.get_data_layout(x.shape)
     with current.scope():
         value = backend.distribution_lib.distribute_data_input(

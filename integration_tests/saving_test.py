@@ -298,6 +298,16 @@ def test_loading_the_weights_of_a_truncated_file(
         trained.load_weights(path)
 
 
+def test_a_file_that_is_not_one_is_an_os_error_too(trained, tmp_path):
+    # `BackupAndRestore` catches it, and reads the file before the last.
+    path = harness.own_folder(tmp_path) / "latest.weights.h5"
+    path.write_text("0")
+    before = state_of(trained)
+    with pytest.raises(OSError, match=re.escape(str(path))):
+        trained.load_weights(path)
+    assert_same(state_of(trained), before)
+
+
 @PARTS
 def test_loading_a_truncated_model(part, trained, tmp_path):
     path = tmp_path / "model.keras"

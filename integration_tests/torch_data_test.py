@@ -381,6 +381,36 @@ def test_what_keras_shards_is_a_part():
     )
 
 
+def test_a_model_that_was_built_with_another_seed_in_each_process():
+    """Its parts would be those of different models."""
+    keras.utils.set_random_seed(RANK)
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(8, name="up")])
+    keras.utils.set_random_seed(1)
+    before = model.get_weights()
+    layout_map = distribution.LayoutMap(harness.mesh((1, WORLD)))
+    layout_map["up/kernel"] = (None, "model")
+    with pytest.raises(
+        ValueError, match="different values of '.*up/kernel'.*same seed"
+    ):
+        distribution.distribute_model(
+            model, distribution.ModelParallel(layout_map=layout_map)
+        )
+    for value, after in zip(before, model.get_weights()):
+        np.testing.assert_array_equal(value, after)
+
+
+def test_different_batches_after_the_scope_of_a_model_that_is_not_built():
+    """Each process would train a model of its own."""
+    with distribution.TensorParallel().scope():
+        model = keras.Sequential(
+            [layers.Dense(8, activation="gelu"), layers.Dense(4)]
+        )
+        model.compile("sgd", "mse")
+    x = np.full((4, 6), 1.0 + RANK, "float32")
+    with pytest.raises(ValueError, match="this run hold different batches"):
+        model.fit(x, np.ones((4, 4)), verbose=0)
+
+
 # What processes hold differently -> what the error says in all of them.
 
 

@@ -168,7 +168,7 @@ ENDS = {
     "batch": ["hold different batches"],
     "random": ["hold different random states"],
     "raise": ["ValueError: the first error"],
-    "kill": ["SIGKILL"],
+    "kill": ["First error, process 1 of 2", "SIGKILL"],
 }
 
 
@@ -224,9 +224,14 @@ def test_an_error_ends_all_processes_in_time(what, ends):
     assert to_error < 60
     assert to_end < 30
     assert not launching.running(script)
+    last = launching.last_report(result.stderr)
+    assert last.startswith("First error"), last
     if what == "raise":
-        # Before what it does to the other process.
-        assert output.index("the first error") < output.index("Connection")
+        # Below what it does to the other process.
+        assert last.startswith("First error, process 1 of 2:\nTraceback")
+        assert last.endswith("ValueError: the first error\n")
+    if what == "kill":
+        assert "process 1 of 2:\nIt was ended by SIGKILL.\n" in last
 
 
 def test_the_others_wait_for_the_one_that_writes(tmp_path):
@@ -248,9 +253,9 @@ def test_a_process_that_dies_while_it_saves(index, tmp_path):
     result = launch(ENDS_SCRIPT, what, str(tmp_path), devices=2, timeout=150)
     ended = time.time()
     assert result.returncode != 0
-    _, cause = result.stderr.split("Root Cause (first observed failure)")
-    assert f"rank      : {index} " in cause
-    assert "SIGKILL" in cause
+    assert launching.last_report(result.stderr).startswith(
+        f"First error, process {index} of 2:\nIt was ended by SIGKILL.\n"
+    ), result.stderr[-4000:]
     assert ended - (tmp_path / "began").stat().st_mtime < 60
     assert not launching.running(str(tmp_path))
     # The file is the one that was complete.
@@ -266,9 +271,9 @@ def test_a_process_that_dies_while_it_starts(tmp_path):
         PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}",
     )
     assert result.returncode != 0
-    _, cause = result.stderr.split("Root Cause (first observed failure)")
-    assert "rank      : 1 " in cause
-    assert "SIGKILL" in cause
+    assert launching.last_report(result.stderr).startswith(
+        "First error, process 1 of 2:\nIt was ended by SIGKILL.\n"
+    ), result.stderr[-4000:]
     assert time.time() - began < 60
     assert not (tmp_path / "began").exists()
     assert not launching.running(str(tmp_path))

@@ -55,6 +55,12 @@ def main(argv=None):
         action="store_true",
         help="print environment and command of each process, and start none",
     )
+    add(
+        "--all-output",
+        action="store_true",
+        help="show what every process prints, and every error with its "
+        "traceback; otherwise what process 0 prints, and the first error",
+    )
     add("script", help="Python file to run")
     add("args", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(argv)
@@ -67,6 +73,7 @@ def main(argv=None):
         options.hosts,
         options.host_index or 0,
         options.dry_run,
+        options.all_output,
     )
     backend.distribution_lib.launch(plan, [options.script, *options.args])
 

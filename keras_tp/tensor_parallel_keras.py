@@ -121,8 +121,9 @@ class TensorParallelKeras(metaclass=_IsSharded):
             )
         _check_backend(distributed_backend)
         devices = _resolve_devices(world_size, device_ids)
+        is_asked = world_size is not None or device_ids is not None
         mesh = distribution_lib.DeviceMesh(
-            (len(devices),), [MODEL_AXIS], devices
+            (len(devices),), [MODEL_AXIS], devices if is_asked else None
         )
         if distributed_backend in _LIBRARIES:
             _check_library(distributed_backend, devices)

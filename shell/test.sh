@@ -38,7 +38,10 @@ torch)
     # What needs several devices runs in the processes that one of these
     # launches: KERAS_TP_TORCH_DEVICES of them, 2 by default.
     "$PYTHON" -m pytest --durations=25 keras_tp/backend keras_tp/launch_test.py \
-        integration_tests/{benchmark,examples,planning,train_lm}_test.py \
+        keras_tp/startup_test.py \
+        integration_tests/{benchmark,collective_calls,examples}_test.py \
+        integration_tests/{keras_suite,one_device,output,planning}_test.py \
+        integration_tests/{readme,train_lm}_test.py \
         integration_tests/torch_{launch,processes}_test.py
     ;;
 *)

@@ -4,6 +4,11 @@ import importlib
 
 import keras
 
+from keras_tp.backend import ending
+
+# Before anything can fail that imports keras_tp.
+ending.report_to_launcher()
+
 # A new backend is a folder of this package and a row here.
 SUPPORTED_BACKENDS = ("jax", "tensorflow", "torch")
 

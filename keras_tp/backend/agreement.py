@@ -87,10 +87,10 @@ def one_seed(gather, is_first):
         generator.state.assign(counter)
 
 
-def same_array(gather, array):
+def same_array(gather, array, what="values"):
     """Raises on every process unless all of them hold the same array."""
     described = f"{array.shape} {array.dtype} ".encode()
-    same_everywhere(gather, "values", described + array.tobytes(), _SAME_VALUES)
+    same_everywhere(gather, what, described + array.tobytes(), _SAME_VALUES)
 
 
 def same_model(gather, model):

@@ -1,13 +1,39 @@
 """The commands that error messages tell users to run, and what they run."""
 
+import builtins
 import os
 import runpy
 import sys
 
 
+def in_notebook():
+    """Returns whether this process is a kernel or a shell of IPython."""
+    return "ipykernel" in sys.modules or hasattr(builtins, "get_ipython")
+
+
 def script():
     """Returns the script of this process, as it was named."""
-    return sys.argv[0] or "script.py"
+    given = sys.argv[0]
+    is_script = given not in ("", "-", "-c") and not in_notebook()
+    return given if is_script else "script.py"
+
+
+def before_import(device_count, variables):
+    """Returns the sentence that says how to make virtual devices in a notebook.
+
+    Args:
+        device_count: Int, number of devices.
+        variables: Dict of environment variable to value, read when Keras's
+            backend is imported.
+    """
+    lines = "; ".join(
+        f'os.environ["{name}"] = "{value}"' for name, value in variables.items()
+    )
+    return (
+        f"To have {device_count} virtual CPU devices in a notebook, restart "
+        "the kernel, and before Keras is imported: "
+        f"`import os; {lines}`."
+    )
 
 
 def launch(device_count):
@@ -24,3 +50,22 @@ def run_script(argv):
     sys.argv = list(argv)
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
     runpy.run_path(argv[0], run_name="__main__")
+
+
+def trace_of_script(trace):
+    """Returns a traceback without the frames of `run_script` and its callers.
+
+    Args:
+        trace: Traceback object; returned as it is if `run_script` is not part
+            of it.
+    """
+    part = trace
+    while part is not None:
+        if part.tb_frame.f_code is run_script.__code__:
+            break
+        part = part.tb_next
+    while part is not None:
+        part = part.tb_next
+        if part and part.tb_frame.f_code.co_filename != "<frozen runpy>":
+            return part
+    return trace

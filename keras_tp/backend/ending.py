@@ -1,40 +1,79 @@
 """An error of one process ends all of them, and they say whose it was."""
 
 import atexit
+import json
 import os
 import sys
 import threading
 import time
 import traceback
 
-# Where a launcher wants to find the error of a process, to print it in order.
+from keras_tp import startup
+from keras_tp.backend import commands
+
+# Where a launcher looks for the error of a process, to print the first one
+# last. The path may have environment variables in it, such as `$RANK`.
 ERROR_FILE = "KERAS_TP_ERROR_FILE"
 # How many devices the launcher was asked for, and the id of its process.
 DEVICES = "KERAS_TP_DEVICES"
-PARENT = "KERAS_TP_LAUNCHER"
+PARENT = startup.LAUNCHER
+# Of the file beside that of the error with the time when a process ended.
+END = ".end"
 _KEY = "keras_tp/first_error"
 # How often a process looks whether another one failed, and how long it looks:
 # it holds up its own end by no more than that.
 _POLL_S = 0.5
 _LOOK_S = 0.1
 _code = []
+_error_file = []
 
 
-def tell(text):
-    """Writes an error where it is read: for the launcher, or to stderr."""
-    path = os.environ.get(ERROR_FILE)
+def report_to_launcher():
+    """Has the uncaught error of this process shown by its launcher.
+
+    Does nothing in a process that no launcher started. What this process
+    starts itself reports as usual.
+    """
+    path = os.environ.pop(ERROR_FILE, None)
     if path is None:
+        return
+    _error_file.append(os.path.expandvars(path))
+    sys.excepthook = tell_error
+
+
+def note_end():
+    """Notes when this process began to end, for the launcher.
+
+    The others may report that it is gone before it is.
+    """
+    if _error_file:
+        with open(_error_file[0] + END, "w") as file:
+            file.write(str(time.time()))
+
+
+def tell(text, summary=None):
+    """Writes an error where it is read: for the launcher, or to stderr.
+
+    Args:
+        text: String, ends with a newline.
+        summary: String, says the same in short. Defaults to the text.
+    """
+    if not _error_file:
         sys.stderr.write(text)
         sys.stderr.flush()
         return
-    with open(path, "a") as file:
-        file.write(f"{time.time()}\n" if file.tell() == 0 else "")
-        file.write(text)
+    entry = {"at": time.time(), "text": text, "summary": summary or text}
+    with open(_error_file[0], "a") as file:
+        file.write(json.dumps(entry) + "\n")
 
 
 def tell_error(kind, error, trace):
     """Writes an exception with its traceback, as `sys.excepthook` does."""
-    tell("".join(traceback.format_exception(kind, error, trace)))
+    shown = commands.trace_of_script(trace)
+    tell(
+        "".join(traceback.format_exception(kind, error, shown)),
+        "".join(traceback.format_exception_only(kind, error)),
+    )
 
 
 def together(store, put, get):

@@ -16,8 +16,10 @@ import collections
 import functools
 import warnings
 
+import keras
 import numpy as np
 from keras import tree
+from keras.src.trainers.data_adapters import data_adapter_utils
 
 from keras_tp.backend import agreement
 
@@ -168,6 +170,17 @@ def fit_together(batch, gather, parts, gather_rows):
         rows = _rows(batch)
         kind = tree.map_structure(_Kind, batch)
     held = gather((rows, kind), "a part of a batch")
+    if any(
+        isinstance(leaf, _Kind) and leaf.is_sparse
+        for _, kind in held
+        for leaf in tree.flatten(kind)
+    ):
+        raise ValueError(
+            "Parts of batches have to be dense: give every process the same "
+            "global batch, with `auto_shard_dataset=True`, or convert the "
+            f"data to dense arrays. {parts.way_out} Received, by process, the "
+            f"length, and the other dims and dtypes: {dict(enumerate(held))}"
+        )
     all_rows = [count for count, _ in held]
     if max(all_rows) < 0:
         return None
@@ -203,10 +216,7 @@ def _compare_first(batch, gather, parts):
     """Raises unless processes begin an epoch with the batches they should."""
     held = None
     if batch is not None:
-        held = [
-            np.asarray(leaf).tobytes() if _is_array(leaf) else leaf
-            for leaf in tree.flatten(batch)
-        ]
+        held = [_to_compare(leaf) for leaf in tree.flatten(batch)]
     gather = functools.partial(gather, what="the first batch of an epoch")
     if parts is None:
         agreement.same_everywhere(gather, "batches", held, _SAME_DATA)
@@ -232,8 +242,10 @@ class _Kind:
 
     def __init__(self, leaf):
         self._array = None
+        self.is_sparse = is_sparse(leaf)
         if _is_array(leaf):
-            self._array = (tuple(leaf.shape[1:]), str(np.dtype(leaf.dtype)))
+            dtype = keras.backend.standardize_dtype(leaf.dtype)
+            self._array = (tuple(leaf.shape[1:]), dtype)
 
     def empty(self):
         if self._array is None:
@@ -242,9 +254,28 @@ class _Kind:
         return np.zeros((0, *shape), dtype)
 
     def __repr__(self):
-        return (
-            "no array" if self._array is None else "{} {}".format(*self._array)
-        )
+        if self._array is None:
+            return "no array"
+        return "{} {}".format(*self._array) + " sparse" * self.is_sparse
+
+
+def is_sparse(leaf):
+    """Returns whether an array of a batch is a sparse one, of any library."""
+    return (
+        data_adapter_utils.is_jax_sparse(leaf)
+        or data_adapter_utils.is_tensorflow_sparse(leaf)
+        or data_adapter_utils.is_scipy_sparse(leaf)
+    )
+
+
+def _to_compare(leaf):
+    """Returns what has to be the same in all processes."""
+    if is_sparse(leaf):
+        # What it is made of, by the names of the libraries.
+        names = ("indices", "indptr", "row", "col", "data", "values")
+        held = [getattr(leaf, name, None) for name in names]
+        return [tuple(leaf.shape), *map(_to_compare, held)]
+    return np.asarray(leaf).tobytes() if _is_array(leaf) else leaf
 
 
 def _is_array(leaf):

@@ -22,7 +22,7 @@ def main(argv):
         argv: List of strings.
     """
     _end_with_launcher()
-    sys.excepthook = ending.tell_error
+    ending.report_to_launcher()
     # Keras, and the backend that it picks, take seconds to import.
     from keras_tp import distribution
 
@@ -43,7 +43,7 @@ def main(argv):
             ending.tell(f"{code}\n")
             code = 1
         if code != 0:
-            ending.tell(f"It ended with exit code {code}.\n")
+            ending.note_end()
             ending.with_code(code)
         raise
 

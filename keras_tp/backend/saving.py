@@ -10,11 +10,13 @@ import os
 import tempfile
 
 from keras.src import backend
+from keras.src.distribution.distribution_lib import distribution
 
 from keras_tp.backend.hooks import Hook
 
 # What Keras writes as one file.
 _FILES = (".keras", ".h5", ".hdf5")
+_SAVING = "Saving, in which only one process writes the files,"
 
 
 def table(processes, is_distributed):
@@ -65,22 +67,27 @@ def _save_once(processes, is_distributed, original):
     def save(model, filepath, *args, **kwargs):
         if (
             processes.world_size() == 1
-            or not is_distributed(model)
+            or not (is_distributed(model) or _has_only_a_distribution(model))
             or not isinstance(filepath, (str, os.PathLike))
         ):
             return original(model, filepath, *args, **kwargs)
-        processes.meet("Saving")
+        processes.meet(_SAVING)
         place = _beside if processes.is_first() else _nowhere
         with processes.longer():
             with place(filepath) as path:
                 result = original(model, path, *args, **kwargs)
                 # If a process ended meanwhile, the older file stays.
-                processes.meet("Saving")
+                processes.meet(_SAVING)
             # Whoever loads the file next finds it complete.
-            processes.meet("Saving")
+            processes.meet(_SAVING)
         return result
 
     return save
+
+
+def _has_only_a_distribution(model):
+    """Whether a model without variables is one model of all processes."""
+    return distribution() is not None and not model.variables
 
 
 @contextlib.contextmanager

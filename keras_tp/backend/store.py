@@ -41,6 +41,8 @@ class Store:
         self.count = count
         self.patience = patience
         self._rounds = collections.Counter()
+        # How many times this process has met the others.
+        self._steps = 0
         self._beats = collections.Counter()
 
     @contextlib.contextmanager
@@ -103,6 +105,7 @@ class Store:
                 f"{self.count} at {what}, where they did not come within "
                 f"{self.patience:g} seconds (KERAS_TP_TIMEOUT). All processes "
                 "have to run the same program on batches of the same number."
+                + self._meanwhile(what)
             )
         return values
 
@@ -118,18 +121,19 @@ class Store:
         _, missing = self._collect(None, what)
         if missing:
             raise RuntimeError(
-                f"{what} gathers tensors that are split over {self.count} "
-                "processes, so every process has to call it. Process "
-                f"{self.index} did, and others did not within "
-                f"{self.patience:g} seconds: move the call out of any `if "
-                "process_id == 0:`. Only one process writes the files. "
-                f"Missing: process(es) {missing}"
+                waiting.not_called_by_all(
+                    *(what, self.index, self.count, self.patience),
+                    f"process(es) {missing}.",
+                )
+                + self._meanwhile(what)
             )
 
     def _collect(self, value, what):
         name = "keras_tp/" + what.replace(" ", "_").replace("`", "")
         number = self._rounds[what]
         self._rounds[what] += 1
+        self._steps += 1
+        self._put(self._step_key(self._steps, self.index), what.encode())
         self._put(f"{name}/{number}/{self.index}", pickle.dumps(value))
         began = time.monotonic()
         values, missing = [], []
@@ -142,7 +146,23 @@ class Store:
         if number and not missing:
             # All are here, so all have read what they put before.
             self._delete(f"{name}/{number - 1}/{self.index}")
+        if self._steps > 1 and not missing:
+            self._delete(self._step_key(self._steps - 1, self.index))
         return values, missing
+
+    def _step_key(self, step, index):
+        return f"keras_tp/step/{step}/{index}"
+
+    def _meanwhile(self, what):
+        """Says what other processes do in the place of what this one does."""
+        places = {}
+        for index in range(self.count):
+            with contextlib.suppress(TimeoutError):
+                key = self._step_key(self._steps, index)
+                places[index] = self._get(key, _LOOK_S).decode()
+        return waiting.meanwhile(
+            {index: place for index, place in places.items() if place != what}
+        )
 
     def _wait(self, key, index, began):
         """Returns what a process puts, `patience` after it last showed life."""

@@ -1,6 +1,7 @@
 """Starts the processes of a run on this host, and ends them together."""
 
 import collections
+import contextlib
 import os
 import queue
 import shlex
@@ -13,6 +14,7 @@ import threading
 import time
 
 from keras_tp.backend import ending
+from keras_tp.backend import failures
 from keras_tp.backend import waiting
 
 # What a terminal, a scheduler or a user sends.
@@ -48,7 +50,15 @@ class Process(
 
 class Plan(
     collections.namedtuple(
-        "Plan", ["devices", "processes", "hosts", "host_index", "dry_run"]
+        "Plan",
+        [
+            "devices",
+            "processes",
+            "hosts",
+            "host_index",
+            "dry_run",
+            "all_output",
+        ],
     )
 ):
     """How a run is spread.
@@ -61,6 +71,7 @@ class Plan(
             alone.
         host_index: Int, which of the hosts this is.
         dry_run: Boolean, whether to write what would run, and run nothing.
+        all_output: Boolean, whether all processes print, not only process 0.
     """
 
     def with_processes(self):
@@ -106,7 +117,7 @@ def launch(plan, argv, environment):
     if plan.dry_run:
         sys.stdout.write("".join(f"{process}\n" for process in processes))
         return
-    code = run(processes, plan.processes)
+    code = run(processes, plan.processes, plan.all_output)
     if code:
         sys.exit(code)
 
@@ -131,7 +142,7 @@ def _processes(plan, argv, environment):
     ]
 
 
-def run(processes, count):
+def run(processes, count, all_output=False):
     """Runs processes until all have ended, and ends all if one fails.
 
     Signals that this process gets, it hands to all of them.
@@ -139,6 +150,9 @@ def run(processes, count):
     Args:
         processes: List of `Process`.
         count: Int, number of processes of the whole run.
+        all_output: Boolean, whether all of them print. Defaults to `False`:
+            process 0 does, and the last output of another one is shown if it
+            fails without a Python error.
 
     Returns:
         Int, the exit code: 0, that of the process that failed first, or 128
@@ -155,9 +169,13 @@ def run(processes, count):
                     number, lambda number, frame: events.put(number)
                 )
             for process in processes:
-                children.append(_Child(process, folder, events))
+                is_quiet = process.index > 0 and not all_output
+                children.append(_Child(process, folder, events, is_quiet))
             ended_by = _supervise(children, events)
-            first_code = _report(children, count)
+            found = [child.failure() for child in children]
+            first_code = failures.report(
+                [failure for failure in found if failure], count, all_output
+            )
             return 128 + ended_by if ended_by else first_code
         finally:
             for child in children:
@@ -175,30 +193,37 @@ class _Child:
             did not.
     """
 
-    def __init__(self, process, folder, events):
+    def __init__(self, process, folder, events, is_quiet):
         self.index = process.index
         self.failed_at = None
         self.is_told_to_end = False
         self.is_running = True
-        self._error_file = os.path.join(folder, str(process.index))
-        self._popen = subprocess.Popen(
-            process.command,
-            env={
-                **os.environ,
-                **process.environment,
-                ending.ERROR_FILE: self._error_file,
-                ending.PARENT: str(os.getpid()),
-            },
-            # Signals of the terminal come by way of this process only.
-            start_new_session=True,
-        )
+        self._error_file = os.path.join(folder, f"{process.index}.error")
+        self._output_file = None
+        with contextlib.ExitStack() as stack:
+            output = None
+            if is_quiet:
+                self._output_file = os.path.join(folder, f"{process.index}.out")
+                output = stack.enter_context(open(self._output_file, "w"))
+            self._popen = subprocess.Popen(
+                process.command,
+                env={
+                    **os.environ,
+                    **process.environment,
+                    ending.ERROR_FILE: self._error_file,
+                    ending.PARENT: str(os.getpid()),
+                },
+                stdout=output,
+                stderr=output,
+                # Signals of the terminal come by way of this process only.
+                start_new_session=True,
+            )
         threading.Thread(target=self._wait, args=(events,), daemon=True).start()
 
     @property
     def code(self):
         """Its exit code, as a shell has it."""
-        code = self._popen.returncode
-        return 128 - code if code < 0 else code
+        return failures.exit_code(self._popen.returncode)
 
     def _wait(self, events):
         self._popen.wait()
@@ -214,19 +239,17 @@ class _Child:
         except ProcessLookupError:
             return
 
-    def error(self):
-        """Returns when it failed, and how; `None` if it did not."""
-        if os.path.exists(self._error_file):
-            with open(self._error_file) as file:
-                at, _, text = file.read().partition("\n")
-            return float(at), text
-        if self.failed_at is None:
-            return None
-        how = f"It ended with exit code {self.code}.\n"
-        if self._popen.returncode < 0:
-            name = signal.Signals(-self._popen.returncode).name
-            how = f"It was ended by {name}.\n"
-        return self.failed_at, how
+    def failure(self):
+        """Returns its `failures.Failure`; `None` if it did not fail."""
+        found = failures.told(self._error_file, self.index, self.code)
+        if found is not None or self.failed_at is None:
+            return found
+        return failures.untold(
+            failures.noted_end(self._error_file) or self.failed_at,
+            self.index,
+            self._popen.returncode,
+            self._output_file,
+        )
 
 
 def _supervise(children, events):
@@ -260,22 +283,6 @@ def _supervise(children, events):
             ended_by = ended_by if plan else event
             plan = [(now + patience, signal.SIGKILL)]
     return ended_by
-
-
-def _report(children, count):
-    """Writes the errors of the processes; returns the exit code of the first.
-
-    A process whose error ends others may take longer to end than they do.
-    """
-    found = [(child.error(), child.index, child.code) for child in children]
-    errors = sorted(entry for entry in found if entry[0] is not None)
-    for number, ((_, text), index, _) in enumerate(errors):
-        which = "Then" if number else "First error"
-        sys.stderr.write(
-            f"[keras_tp.launch] {which}, process {index} of {count}:\n{text}"
-        )
-    sys.stderr.flush()
-    return next((code for *_, code in errors if code), 0)
 
 
 def _free_ports(count):

@@ -28,6 +28,40 @@ def timeout():
     return seconds
 
 
+def not_called_by_all(what, index, count, seconds, missing):
+    """Returns the error of a collective that only some processes called.
+
+    Args:
+        what: String that names the collective.
+        index: Int, index of this process.
+        count: Int, number of processes.
+        seconds: Float, how long the others were waited for.
+        missing: String that says which processes did not come.
+    """
+    return (
+        f"{what} is a collective of {count} processes: every process has to "
+        f"call it. Process {index} did, and others did not within "
+        f"{seconds:g} seconds: move the call out of any `if rank == 0:` or "
+        f"`if process_id == 0:`. Missing: {missing}"
+    )
+
+
+def meanwhile(places):
+    """Returns a sentence about processes that wait for something else.
+
+    Args:
+        places: Dict of the index of a process to a string that names what it
+            waits for. If it is empty, so is the sentence.
+    """
+    if not places:
+        return ""
+    where = ", ".join(f"process {i} at {what}" for i, what in places.items())
+    return (
+        f" Others wait elsewhere: {where}. What one process calls, every "
+        "process has to call: move it out of any `if rank == 0:`."
+    )
+
+
 @contextlib.contextmanager
 def longer():
     """Within it the others are waited for up to `LONGEST_S` seconds.

@@ -11,6 +11,13 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.distribution.distribution_lib import distribution
 
 
+class UnreadableFileError(ValueError, OSError):
+    """A file could not be read, where Keras raises an `OSError`.
+
+    `BackupAndRestore` catches it and takes the file before the last.
+    """
+
+
 class _DryRun(StatelessScope):
     """Scope in which `assign` checks its value and then forgets it."""
 
@@ -80,7 +87,8 @@ def _errors_name(filepath, consequence):
     except FileNotFoundError:
         raise
     except (EOFError, KeyError, OSError, ValueError, zipfile.BadZipFile) as e:
-        raise ValueError(
+        kind = UnreadableFileError if isinstance(e, OSError) else ValueError
+        raise kind(
             f"The file {str(filepath)!r} is damaged or does not fit the "
             f"model. {consequence} First problem: {e}"
         ) from e

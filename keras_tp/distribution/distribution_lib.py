@@ -4,12 +4,10 @@ Everything is a subclass or a thin delegate: what a mesh or a layout is to the
 framework in use is the business of `keras_tp.backend`.
 """
 
-import collections
-import math
+import functools
 import os
 import warnings
 
-import numpy as np
 from keras import tree
 from keras.src.backend.common.keras_tensor import KerasTensor
 from keras.src.backend.common.name_scope import current_path
@@ -17,13 +15,18 @@ from keras.src.distribution import distribution_lib as keras_lib
 
 from keras_tp import backend
 from keras_tp.backend import hooks
+from keras_tp.distribution import arguments
 from keras_tp.distribution import followers
 from keras_tp.distribution import model_hooks
+from keras_tp.distribution.device_mesh import DeviceMesh
+from keras_tp.distribution.device_mesh import listed_devices
+from keras_tp.distribution.device_mesh import warn_if_unsplit
 from keras_tp.distribution.layout_map import LayoutMap
 from keras_tp.distribution.origin import WEIGHT
 from keras_tp.distribution.origin import current_root
 from keras_tp.distribution.origin import origin_of
 from keras_tp.distribution.tensor_layout import TensorLayout
+from keras_tp.distribution.tensor_layout import axis_names
 from keras_tp.distribution.tensor_layout import batch_replicated_if_uneven
 from keras_tp.distribution.tensor_layout import check_layout
 
@@ -95,52 +98,6 @@ def initialize(job_addresses=None, num_processes=None, process_id=None):
     )
 
 
-class DeviceMesh(keras_lib.DeviceMesh):
-    """A grid of devices with named axes.
-
-    As `keras.distribution.DeviceMesh`, but the devices have to exist.
-
-    Args:
-        shape: Tuple of ints, number of devices along each axis.
-        axis_names: List of strings, one for each axis.
-        devices: List of device names, as many as the product of `shape`.
-            Defaults to all of `list_devices()`.
-
-    Raises:
-        ValueError: if the number of devices differs from that of the shape, or
-            a device is unknown or listed twice.
-    """
-
-    def __init__(self, shape, axis_names, devices=None):
-        listed = devices is not None
-        devices = np.array(devices if listed else list_devices())
-        given = [str(device) for device in devices.flatten()]
-        count = math.prod(shape) if shape else 0
-        if count and len(shape) == len(axis_names) and count != len(given):
-            raise ValueError(
-                "Shape does not match the number of devices. A mesh of shape "
-                f"{tuple(shape)} has {count} devices, and {len(given)} are "
-                f"{'listed' if listed else 'available'}. "
-                f"{'' if listed else _way_out(count)}Received: "
-                f"shape={tuple(shape)}; devices={given}"
-            )
-        repeated = [d for d, k in collections.Counter(given).items() if k > 1]
-        if repeated:
-            raise ValueError(
-                "A mesh can hold a device only once. Repeated: "
-                f"{repeated}. Received: devices={given}"
-            )
-        _check_devices_exist(devices.flatten())
-        super().__init__(shape, axis_names, devices)
-
-    @property
-    def backend_mesh(self):
-        if not hasattr(self, "_backend_mesh"):
-            lib = backend.distribution_lib
-            self._backend_mesh = lib._to_backend_mesh(self)
-        return self._backend_mesh
-
-
 class Distribution(keras_lib.Distribution):
     """Base class of the distributions: a mesh, and which axis splits batches.
 
@@ -176,6 +133,10 @@ class Distribution(keras_lib.Distribution):
 
     def get_tensor_layout(self, path):
         return None
+
+    def can_check(self, model):
+        """Returns whether enough is known of a built model to check it."""
+        return True
 
     def check_model(self, model):
         """Warns, or in strict mode raises, about layouts that miss a model.
@@ -215,23 +176,26 @@ class DataParallel(keras_lib.DataParallel, Distribution):
             given the whole data; see `Distribution`. Defaults to `True`.
     """
 
+    def __init__(self, device_mesh=None, devices=None, auto_shard_dataset=True):
+        # Keras takes what is empty, as a LayoutMap may be, for nothing given.
+        if device_mesh is not None:
+            arguments.check_mesh(device_mesh)
+        elif devices is not None:
+            devices = listed_devices(devices)
+        super().__init__(device_mesh, devices, auto_shard_dataset)
+
     def _initialize_mesh_from_devices(self, devices, auto_shard_dataset):
-        mesh = DeviceMesh(
-            shape=(len(devices),),
-            axis_names=[DEFAULT_BATCH_DIM_NAME],
-            devices=devices,
-        )
+        mesh = DeviceMesh((len(devices),), [DEFAULT_BATCH_DIM_NAME], devices)
         self._initialize_with_device_mesh(mesh, auto_shard_dataset)
 
     def _initialize_mesh_from_list_devices(self, auto_shard_dataset):
-        self._initialize_mesh_from_devices(list_devices(), auto_shard_dataset)
+        devices = list_devices()
+        mesh = DeviceMesh((len(devices),), [DEFAULT_BATCH_DIM_NAME], devices)
+        # They were found, not listed by the user.
+        mesh._is_alone = len(devices) == 1
+        self._initialize_with_device_mesh(mesh, auto_shard_dataset)
 
     def _initialize_with_device_mesh(self, device_mesh, auto_shard_dataset):
-        if not isinstance(device_mesh, keras_lib.DeviceMesh):
-            raise ValueError(
-                "Expect `mesh` to be an instance of `DeviceMesh`. "
-                f"Received: mesh={device_mesh} (of type {type(device_mesh)})"
-            )
         Distribution.__init__(
             self, device_mesh, device_mesh.axis_names[0], auto_shard_dataset
         )
@@ -248,6 +212,22 @@ class DataParallel(keras_lib.DataParallel, Distribution):
     num_model_replicas = Distribution.num_model_replicas
     get_data_layout = Distribution.get_data_layout
     get_variable_layout = Distribution.get_variable_layout
+
+
+def _keywords_only(original):
+    """Keras's arguments, and an error that says what to write instead."""
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        if args:
+            raise ValueError(
+                "ModelParallel takes keyword arguments only: write "
+                "`ModelParallel(layout_map=layout_map)`, with the mesh in the "
+                f"map: `LayoutMap(device_mesh)`. Received: {args}"
+            )
+        original(self, **kwargs)
+
+    return __init__
 
 
 class ModelParallel(keras_lib.ModelParallel, Distribution):
@@ -280,6 +260,7 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
             divides. `device_mesh` has to be the mesh of the map.
     """
 
+    @_keywords_only
     def __init__(
         self,
         *,
@@ -295,23 +276,21 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
                 "ModelParallel got unexpected keyword arguments: "
                 f"{sorted(kwargs)}"
             )
-        if device_mesh is not None and layout_map is not None:
-            if device_mesh is not layout_map.device_mesh:
-                raise ValueError(
-                    "The mesh of a ModelParallel is that of its LayoutMap. "
-                    f"Received: device_mesh={device_mesh}, and a LayoutMap on "
-                    f"{layout_map.device_mesh}"
-                )
-        if isinstance(layout_map, keras_lib.LayoutMap):
-            layout_map = LayoutMap.from_keras(layout_map)
-            names = list(layout_map.device_mesh.axis_names)
-            if batch_dim_name is not None and batch_dim_name not in names:
-                raise ValueError(
-                    f"`batch_dim_name` must be one of the mesh axes {names}. "
-                    f"Received: batch_dim_name={batch_dim_name!r}"
-                )
+        arguments.check_layout_map(layout_map)
+        if device_mesh not in (None, layout_map.device_mesh):
+            raise ValueError(
+                "The mesh of a ModelParallel is that of its LayoutMap. "
+                f"Received: device_mesh={device_mesh}, and a LayoutMap on "
+                f"{layout_map.device_mesh}"
+            )
+        names = list(layout_map.device_mesh.axis_names)
+        if batch_dim_name is not None and batch_dim_name not in names:
+            raise ValueError(
+                f"`batch_dim_name` must be one of the mesh axes {names}. "
+                f"Received: batch_dim_name={batch_dim_name!r}"
+            )
         super().__init__(
-            layout_map=layout_map,
+            layout_map=LayoutMap.from_keras(layout_map),
             batch_dim_name=batch_dim_name,
             auto_shard_dataset=auto_shard_dataset,
         )
@@ -344,6 +323,20 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
             )
         for problem in problems:
             warnings.warn(problem, stacklevel=2)
+        self._warn_if_whole()
+
+    def _warn_if_whole(self):
+        """Warns if no axis that the map names has several devices."""
+        mesh = self.device_mesh
+        sizes = dict(zip(mesh.axis_names, mesh.shape))
+        named = {
+            name
+            for layout in self._layout_map.values()
+            for axis in layout.axes
+            for name in axis_names(axis)
+        }
+        if named and not any(sizes[name] > 1 for name in named):
+            warn_if_unsplit(mesh, sorted(named))
 
 
 def distribute_tensor(tensor, layout):
@@ -382,8 +375,13 @@ def set_distribution(value):
 
     Args:
         value: A `Distribution`, or `None` to go back to one device.
+
+    Raises:
+        ValueError: if the value is something else, or a device of its mesh is
+            not here.
     """
     if value is not None:
+        arguments.check_distribution(value)
         install()
     keras_lib.set_distribution(value)
 
@@ -409,7 +407,25 @@ def uninstall():
     hooks.uninstall()
 
 
+def _hook_set_global_attribute(original):
+    """Every way to set a distribution comes by here."""
+
+    @functools.wraps(original)
+    def set_global_attribute(name, value):
+        if name == keras_lib.GLOBAL_ATTRIBUTE_NAME and value is not None:
+            arguments.check_distribution(value)
+        original(name, value)
+
+    return set_global_attribute
+
+
 TABLE = [
+    hooks.Hook(
+        "keras.src.backend.common.global_state",
+        "set_global_attribute",
+        _hook_set_global_attribute,
+        "what is no distribution is refused when it is set",
+    ),
     hooks.Hook(
         "keras.src.distribution.distribution_lib",
         "distribute_tensor",
@@ -417,27 +433,3 @@ TABLE = [
         "the layout of a layer's output is checked, and fits a last batch",
     ),
 ]
-
-
-def _check_devices_exist(devices):
-    lib = backend.distribution_lib
-    known = {}
-    for device in devices:
-        if not isinstance(device, str):
-            # An object of the framework in use: it exists.
-            continue
-        kind = device.split(":")[0].lower()
-        if kind not in known:
-            known[kind] = lib.list_devices(kind)
-        if device.lower() not in known[kind]:
-            number = device.partition(":")[2]
-            count = int(number) + 1 if number.isdigit() else len(devices)
-            raise ValueError(
-                f"Unknown device '{device}'. Devices of its type here: "
-                f"{known[kind]}. {_way_out(count)}Received: "
-                f"devices={devices.tolist()}"
-            )
-
-
-def _way_out(count):
-    return backend.distribution_lib.how_to_launch(count) + " "

@@ -94,6 +94,11 @@ def changing(layer, mode):
         _state.change = before
 
 
+def is_changing():
+    """Returns whether a layer is adding variables: it is not whole yet."""
+    return getattr(_state, "change", None) is not None
+
+
 def _source(kernel):
     return _Source(kernel.path, tuple(kernel.shape), kernel._layout)
 

@@ -9,10 +9,11 @@ import warnings
 from keras.src.distribution import distribution_lib as keras_lib
 from keras.src.utils.dtype_utils import dtype_size
 
+from keras_tp.distribution import arguments
 from keras_tp.distribution.origin import SEED
 from keras_tp.distribution.origin import WEIGHT
 from keras_tp.distribution.origin import origin_of
-from keras_tp.distribution.tensor_layout import TensorLayout
+from keras_tp.distribution.tensor_layout import as_layout
 
 # A variable of two dims or more above this size is worth splitting.
 LARGE_VARIABLE_BYTES = 2**20
@@ -54,6 +55,8 @@ class LayoutMap(keras_lib.LayoutMap):
     """
 
     def __init__(self, device_mesh):
+        if device_mesh is not None:
+            arguments.check_mesh(device_mesh)
         super().__init__(device_mesh)
         self.strict = False
         self._pattern_of = {}
@@ -78,14 +81,21 @@ class LayoutMap(keras_lib.LayoutMap):
     def __setitem__(self, key, layout):
         try:
             re.compile(key)
-        except re.error as e:
+        except (re.error, TypeError) as e:
             raise ValueError(
-                f"A key of a LayoutMap must be a regular expression: {e}. "
-                f"Received: key={key!r}"
+                "A key of a LayoutMap must be a regular expression that "
+                f"matches paths, a string: {e}. Received: key={key!r}"
             ) from e
-        if isinstance(layout, tuple):
-            layout = TensorLayout(layout)
-        super().__setitem__(key, layout)
+        value = as_layout(layout, f"layout_map[{key!r}]")
+        try:
+            super().__setitem__(key, value)
+        except ValueError as e:
+            if key in self._layout_map:
+                raise
+            raise ValueError(
+                f"{layout} should be a TensorLayout, or a tuple with a mesh "
+                f"axis or None for each dim. {e}"
+            ) from e
         self._pattern_of.clear()
 
     def __delitem__(self, key):

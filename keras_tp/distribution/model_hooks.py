@@ -7,137 +7,34 @@ import weakref
 
 from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.distribution.distribution_lib import distribution
-from keras.src.distribution.distribution_lib import set_distribution
 from keras.src.models.model import Model
 from keras.src.utils.backend_utils import in_tf_graph
 
-from keras_tp import backend
 from keras_tp.backend import hooks
 from keras_tp.backend.hooks import Hook
 from keras_tp.distribution import checkpoint
 from keras_tp.distribution import followers
+from keras_tp.distribution import model_state
 from keras_tp.distribution import origin
 from keras_tp.distribution import slots
+from keras_tp.distribution.model_state import adopt_state
+from keras_tp.distribution.model_state import check_complete_model
+from keras_tp.distribution.model_state import check_model
+from keras_tp.distribution.model_state import distribution_of
+from keras_tp.distribution.model_state import entered
+from keras_tp.distribution.origin import scope_of
+from keras_tp.distribution.planning import inputs
 
-_calls = threading.local()
+
+class _Calls(threading.local):
+    """The layer whose call is the outermost one."""
+
+    outermost = None
+
+
+_calls = _Calls()
 # Layers that LoRA or quantization added variables to.
 _changed = weakref.WeakSet()
-
-
-def distribution_of(layer):
-    """Returns the distribution that a layer or model was made under.
-
-    Args:
-        layer: A Keras layer or model.
-
-    Returns:
-        A `Distribution`; `None` if it has no weights or plain ones.
-
-    Raises:
-        ValueError: if a model's weights were made under several
-            distributions, or some of them under none.
-    """
-    made_under = {}
-    for variable in layer.weights:
-        value = origin.origin_of(variable).distribution
-        made_under.setdefault(id(value), (value, variable.path))
-    if len(made_under) > 1 and isinstance(layer, Model):
-        parts = "; ".join(
-            f"{path!r} under {value or 'no distribution'}"
-            for value, path in made_under.values()
-        )
-        raise ValueError(
-            f"The variables of model {layer.name!r} were made under different "
-            f"distributions: {parts}. Build all parts of a model under one "
-            "distribution, or call `keras_tp.distribution.distribute_model("
-            "model, distribution)` to move the whole model to one."
-        )
-    return next(iter(made_under.values()))[0] if made_under else None
-
-
-@contextlib.contextmanager
-def entered(model):
-    """Makes a model's own distribution the current one for a while.
-
-    Args:
-        model: A Keras model. One without weights uses the current setting.
-
-    Raises:
-        ValueError: if the model is a plain one and a distribution is set.
-    """
-    own = distribution_of(model)
-    current = distribution()
-    if own is None and current is not None and model.weights:
-        raise ValueError(
-            f"Model {model.name!r} was built before the distribution was set, "
-            "so its variables are on one device. Build the model under the "
-            "distribution, or move it there with "
-            f"`keras_tp.distribution.distribute_model(model)`. First such "
-            f"variable: {model.weights[0].path!r}. Received: {current}"
-        )
-    if own is None or own is current:
-        yield
-        return
-    with scope_of(own):
-        yield
-
-
-@contextlib.contextmanager
-def scope_of(value):
-    """Makes a distribution, or `None`, the current one for a while."""
-    before = distribution()
-    set_distribution(value)
-    try:
-        yield
-    finally:
-        set_distribution(before)
-
-
-def check_model(model):
-    """Has the current distribution check a built model, once."""
-    current = distribution()
-    if current is None or not model.weights:
-        return
-    if getattr(model, "_checked_distribution", None) is current:
-        return
-    if not hasattr(current, "check_model"):
-        return
-    current.check_model(model)
-    model._checked_distribution = current
-
-
-def adopt_state(model):
-    """Lays out what a model uses and nobody laid out, replicated.
-
-    An optimizer, a metric or random state that was made outside of the
-    model's distribution is on one device; it is small, and belongs to the
-    model from now on.
-    """
-    current = distribution()
-    if current is None:
-        return
-    for variable, role in state_of(model):
-        if variable._layout is None and variable._value is not None:
-            variable._origin = origin.Origin(role, None, current)
-            backend.distribution_lib.relayout_variable(
-                variable, current.get_variable_layout(variable)
-            )
-
-
-def state_of(model):
-    """Yields `(variable, role)` of what a model has beside its weights."""
-    weights = {id(variable) for variable in model.weights}
-    for variable in model.variables:
-        if id(variable) not in weights:
-            yield variable, origin.SEED
-    # KerasHub's sampler draws the tokens that `generate` returns.
-    for variable in getattr(getattr(model, "sampler", None), "variables", ()):
-        yield variable, origin.SEED
-    for variable in model.metrics_variables:
-        yield variable, origin.METRIC
-    if getattr(model, "optimizer", None) is not None:
-        for variable in model.optimizer.variables:
-            yield variable, origin.SLOT
 
 
 def _hook_entry_point(original):
@@ -148,9 +45,7 @@ def _hook_entry_point(original):
         with entered(self):
             adopt_state(self)
             _renew_functions(self)
-            # A model that is not built has parts whose paths are not known.
-            if self.built:
-                check_model(self)
+            check_complete_model(self)
             result = original(self, *args, **kwargs)
             check_model(self)
             return result
@@ -164,8 +59,7 @@ def _hook_compile(original):
         # A task of KerasHub compiles itself when it is made.
         hooks.install_imported()
         with entered(self):
-            if self.built:
-                check_model(self)
+            check_complete_model(self)
             return original(self, *args, **kwargs)
 
     return compile
@@ -191,26 +85,56 @@ def _hook_call(original):
 
     @functools.wraps(original)
     def call(self, *args, **kwargs):
-        if getattr(_calls, "inside", False):
+        if _calls.outermost is not None:
             return original(self, *args, **kwargs)
         if any_symbolic_tensors(args, kwargs) or in_tf_graph():
             return original(self, *args, **kwargs)
-        _calls.inside = True
+        _calls.outermost = self
         try:
             if not isinstance(self, Model):
                 own = distribution_of(self)
                 with scope_of(own) if own else contextlib.nullcontext():
                     return original(self, *args, **kwargs)
             with entered(self):
-                if self.built:
-                    check_model(self)
+                check_complete_model(self)
                 outputs = original(self, *args, **kwargs)
                 check_model(self)
                 return outputs
         finally:
-            _calls.inside = False
+            _calls.outermost = None
 
     return call
+
+
+def _hook_maybe_build(original):
+    """A model that its first call has built is planned before it computes."""
+
+    @functools.wraps(original)
+    def _maybe_build(self, call_spec):
+        original(self, call_spec)
+        if isinstance(self, Model):
+            # A plan's own call has sizes that stand for unknown ones.
+            if distribution() is not None:
+                inputs.note_call(self, call_spec)
+            if self is _calls.outermost:
+                check_complete_model(self)
+
+    return _maybe_build
+
+
+def _hook_value(original):
+    """A model is planned before the value of a variable of it is used.
+
+    A loop of the user's own reads the values, and calls the model later.
+    """
+
+    def value(self):
+        # A layer that adds variables is not whole yet.
+        if getattr(self, "_awaits_plan", False) and not followers.is_changing():
+            model_state.plan_model_with(self)
+        return original.fget(self)
+
+    return property(value)
 
 
 def _hook_threading(original):
@@ -281,26 +205,13 @@ def _note_change(layer):
     layer._changes = getattr(layer, "_changes", 0) + 1
 
 
-def forget_functions(layer):
-    """Drops what was compiled for other layouts, or other variables."""
-    for name in (
-        "train_function",
-        "test_function",
-        "predict_function",
-        # KerasHub's.
-        "generate_function",
-    ):
-        if hasattr(layer, name):
-            setattr(layer, name, None)
-
-
 def _renew_functions(model):
     """A layer that was changed on its own leaves its models as they were."""
     if not _changed:
         return
     count = sum(getattr(p, "_changes", 0) for p in model._flatten_layers())
     if count != getattr(model, "_changes_compiled", 0):
-        forget_functions(model)
+        model_state.forget_functions(model)
         model._changes_compiled = count
 
 
@@ -312,6 +223,24 @@ TABLE = [
         "__init__",
         origin.note_origin,
         "a variable knows its role and the distribution it was made under",
+    ),
+    Hook(
+        "keras.src.layers.layer:Layer",
+        "__new__",
+        origin.note_layer,
+        "a layer that is not built yet knows the distribution it is made under",
+    ),
+    Hook(
+        "keras.src.layers.layer:Layer",
+        "_maybe_build",
+        _hook_maybe_build,
+        "a model that its first call builds is planned before it computes",
+    ),
+    Hook(
+        "keras.src.backend:Variable",
+        "value",
+        _hook_value,
+        "a model is planned before a loop of the user's own uses it",
     ),
     Hook(
         "keras.src.layers.layer:Layer",

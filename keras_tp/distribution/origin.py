@@ -1,8 +1,14 @@
-"""What made a variable: its role, its outer model and its distribution."""
+"""What variables and layers were made under: role, model, distribution."""
 
 import collections
+import contextlib
+import functools
+import itertools
+import weakref
 
 from keras.src.backend.common import global_state
+from keras.src.distribution.distribution_lib import distribution
+from keras.src.distribution.distribution_lib import set_distribution
 from keras.src.metrics.metric import Metric
 from keras.src.models.model import Model
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -34,6 +40,9 @@ class Origin(
 
 
 _UNKNOWN = Origin(WEIGHT, None, None)
+# The models that were made while the hooks were in place, in that order.
+_models = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def origin_of(variable):
@@ -48,9 +57,7 @@ def current_origin():
     for kind, name in _ROLES:
         if any(isinstance(caller, kind) for _, caller in callers):
             role = name
-    return Origin(
-        role, current_root(), global_state.get_global_attribute("distribution")
-    )
+    return Origin(role, current_root(), distribution())
 
 
 def current_root():
@@ -76,6 +83,68 @@ def note_origin(original):
         original(self, *args, **kwargs)
 
     return __init__
+
+
+@contextlib.contextmanager
+def scope_of(value):
+    """Makes a distribution, or `None`, the current one for a while."""
+    before = distribution()
+    set_distribution(value)
+    try:
+        yield
+    finally:
+        set_distribution(before)
+
+
+def made_under(layer):
+    """Returns the distribution that was set when a layer was made.
+
+    Args:
+        layer: A Keras layer or model, built or not.
+
+    Returns:
+        A `Distribution`, or `None`.
+    """
+    return vars(layer).get("_made_under")
+
+
+def note_made_under(layer, value):
+    """Notes that a layer, and all layers inside it, have a distribution."""
+    for part in layer._flatten_layers():
+        vars(part)["_made_under"] = value
+
+
+def live_models():
+    """Returns the models that were made under keras_tp, in that order."""
+    return [model for _, model in sorted(_models.items(), key=lambda m: m[0])]
+
+
+def note_layer(original):
+    """Wraps `Layer.__new__`: a layer is built under its own distribution.
+
+    It may be built long after the scope in which it was made.
+    """
+
+    @functools.wraps(original)
+    def __new__(cls, *args, **kwargs):
+        layer = original(cls, *args, **kwargs)
+        if isinstance(layer, Model):
+            _models[next(_numbers)] = layer
+        if distribution() is not None:
+            vars(layer)["_made_under"] = distribution()
+            layer.build = _build_under_own(layer, layer.build)
+        return layer
+
+    return __new__
+
+
+def _build_under_own(layer, build):
+    @functools.wraps(build)
+    def build_under_own(*args, **kwargs):
+        with scope_of(made_under(layer)):
+            return build(*args, **kwargs)
+
+    return build_under_own
 
 
 def _name_scopes():

@@ -3,8 +3,10 @@
 import collections
 import io
 
+from keras.src.distribution.distribution_lib import distribution as current
+
 from keras_tp import backend
-from keras_tp.distribution import model_hooks
+from keras_tp.distribution import model_state
 from keras_tp.distribution import origin
 from keras_tp.distribution.layout_map import format_bytes
 from keras_tp.distribution.layout_map import variable_bytes
@@ -147,9 +149,10 @@ def describe(model):
         A `ShardingReport`, read from the live arrays.
     """
     lib = backend.distribution_lib
-    distribution = model_hooks.distribution_of(model)
+    distribution = model_state.distribution_of(model)
+    _meet(distribution, "`describe`")
     variables = [(variable, origin.WEIGHT) for variable in model.weights]
-    variables += model_hooks.state_of(model)
+    variables += model_state.state_of(model)
     layers = {
         id(variable): layer
         for layer in model._flatten_layers()
@@ -205,9 +208,17 @@ def count_collectives(model, x, y=None):
         device. On CPU, XLA reduces the input gradients of parallel
         projections, such as those of query, key and value, one by one.
     """
-    with model_hooks.entered(model):
-        model_hooks.adopt_state(model)
+    with model_state.entered(model):
+        _meet(current(), "`count_collectives`")
+        model_state.adopt_state(model)
+        model_state.check_complete_model(model)
         return backend.distribution_lib.count_collectives(model, x, y)
+
+
+def _meet(distribution, what):
+    """Waits for the processes that a model is distributed over, if any."""
+    if distribution is not None and distribution.device_mesh.devices.size > 1:
+        backend.distribution_lib.meet(what)
 
 
 def _why_gathered(variable, layers):

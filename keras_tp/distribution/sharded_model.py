@@ -3,10 +3,12 @@
 import contextlib
 
 from keras.src.distribution.distribution_lib import distribution as current
+from keras.src.models.model import Model
 
 from keras_tp import backend
+from keras_tp.distribution import arguments
 from keras_tp.distribution import distribution_lib
-from keras_tp.distribution import model_hooks
+from keras_tp.distribution import model_state
 from keras_tp.distribution import origin
 from keras_tp.distribution import slots
 
@@ -47,6 +49,8 @@ def distribute_model(model, distribution=None):
             "with `keras_tp.distribution.set_distribution`. To bring a model "
             "back to one device, pass `DataParallel(devices=['cpu:0'])`."
         )
+    arguments.check_model(model, "distribute_model")
+    arguments.check_distribution(distribution)
     if not model.built:
         raise ValueError(
             f"`distribute_model` needs a built model. Call {model.name!r} on "
@@ -57,18 +61,19 @@ def distribute_model(model, distribution=None):
     if hasattr(distribution, "plan_model"):
         distribution.plan_model(model)
     _move(planned_layouts(model, distribution))
+    origin.note_made_under(model, distribution)
     for layer in model._flatten_layers():
-        model_hooks.forget_functions(layer)
-    if isinstance(model, model_hooks.Model):
-        with model_hooks.scope_of(distribution):
-            model_hooks.check_model(model)
+        model_state.forget_functions(layer)
+    if isinstance(model, Model):
+        with origin.scope_of(distribution):
+            model_state.check_model(model)
     return model
 
 
 def planned_layouts(model, distribution):
     """Returns `(variable, origin, layout)` for all state; moves nothing."""
     roles = [(variable, origin.WEIGHT) for variable in model.weights]
-    roles += model_hooks.state_of(model)
+    roles += model_state.state_of(model)
     new_layouts = {}
     planned = []
     for variable, role in roles:

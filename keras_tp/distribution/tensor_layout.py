@@ -26,11 +26,7 @@ class TensorLayout(keras_lib.TensorLayout):
     """
 
     def __init__(self, axes, device_mesh=None):
-        axes = (
-            tuple(axis) if isinstance(axis, (list, tuple)) else axis
-            for axis in axes
-        )
-        super().__init__(axes, device_mesh)
+        super().__init__(_checked_axes(axes), device_mesh)
 
     @property
     def backend_layout(self):
@@ -55,6 +51,43 @@ class TensorLayout(keras_lib.TensorLayout):
                     f"Invalid axis names for Layout: {unknown}. The mesh has "
                     f"the axes {known}. Received: axes={self._axes}"
                 )
+
+
+def as_layout(value, target):
+    """Returns a layout that a user wrote as a `TensorLayout`.
+
+    Args:
+        value: `TensorLayout`, of keras_tp or of Keras, which comes back as it
+            is; or a tuple or list with one entry for each dim.
+        target: String, what it was given to, for the error.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    if isinstance(value, keras_lib.TensorLayout):
+        return value
+    return TensorLayout(_checked_axes(value, target))
+
+
+def _checked_axes(axes, target="axes"):
+    if not isinstance(axes, (list, tuple)):
+        example = axes if isinstance(axes, str) else "model"
+        raise ValueError(
+            "A layout is a tuple with one entry for each dim of the tensor: "
+            f"`({example!r},)` splits a bias, `(None, {example!r})` the second "
+            "dim of a kernel; `(None, None)` leaves a kernel whole. Received: "
+            f"{target}={axes!r}"
+        )
+    axes = tuple(tuple(a) if isinstance(a, list) else a for a in axes)
+    for axis in axes:
+        names = axis if isinstance(axis, tuple) else (axis,)
+        if axis is not None and not all(isinstance(n, str) for n in names):
+            raise ValueError(
+                "An entry of a layout is None, the name of a mesh axis, or a "
+                "tuple of such names: `(None, 'model')`. Received: "
+                f"{target}={axes!r}"
+            )
+    return axes
 
 
 def axis_names(axis):

@@ -4,17 +4,21 @@ import warnings
 import weakref
 
 from keras_tp import backend
+from keras_tp.distribution import arguments
 from keras_tp.distribution import distribution_lib
 from keras_tp.distribution import followers
 from keras_tp.distribution import origin
 from keras_tp.distribution import slots
+from keras_tp.distribution.device_mesh import warn_if_unsplit
 from keras_tp.distribution.distribution_lib import Distribution
 from keras_tp.distribution.distribution_lib import ModelParallel
 from keras_tp.distribution.layout_map import LARGE_VARIABLE_BYTES
 from keras_tp.distribution.layout_map import LayoutMap
 from keras_tp.distribution.layout_map import format_bytes
 from keras_tp.distribution.layout_map import variable_bytes
+from keras_tp.distribution.planning import inputs
 from keras_tp.distribution.planning import planner
+from keras_tp.distribution.planning.inputs import NoPlanError
 from keras_tp.distribution.planning.plan import ShardingPlan
 from keras_tp.distribution.tensor_layout import TensorLayout
 
@@ -81,10 +85,10 @@ class TensorParallel(ModelParallel):
             _check_plan(plan, device_mesh, overrides)
             device_mesh = plan.device_mesh
         elif device_mesh is None:
-            devices = distribution_lib.list_devices()
             device_mesh = distribution_lib.DeviceMesh(
-                (len(devices),), [planner.MODEL_AXIS], devices
+                (distribution_lib.get_device_count(),), [planner.MODEL_AXIS]
             )
+        arguments.check_mesh(device_mesh)
         names = list(device_mesh.axis_names)
         if batch_dim_name is None:
             batch_dim_name = planner.batch_axis(device_mesh)
@@ -106,6 +110,9 @@ class TensorParallel(ModelParallel):
         self._overrides = dict(overrides or {})
         self._strict = strict
         self._planned = {}
+        axis = planner.model_axis(device_mesh)
+        if dict(zip(names, device_mesh.shape)).get(axis, 1) == 1:
+            warn_if_unsplit(device_mesh, [axis] * bool(axis))
 
     num_model_replicas = Distribution.num_model_replicas
 
@@ -114,6 +121,7 @@ class TensorParallel(ModelParallel):
         if getattr(variable, "_layout", None) is not None:
             return variable._layout
         if self._is_given:
+            self._check_shape(variable)
             axes = self._axes_of_quantized(variable)
             if axes is None:
                 return super().get_variable_layout(variable)
@@ -127,8 +135,25 @@ class TensorParallel(ModelParallel):
             if layout is not None:
                 self._note(variable, layout.axes)
                 return layout
+            variable._awaits_plan = True
             axes = _largest_dim_split(shape, self.device_mesh)
         return TensorLayout(axes, self.device_mesh)
+
+    def _check_shape(self, variable):
+        """Raises `ValueError` if the plan is of a model of other sizes."""
+        shape = tuple(variable.shape)
+        row = self._row(variable)
+        if origin.origin_of(variable).role != origin.WEIGHT or row is None:
+            return
+        # Quantization packs a kernel into another shape.
+        if row.shape != shape and "int8" not in (row.dtype, variable._dtype):
+            raise ValueError(
+                "The plan was made for a model of other sizes: variable "
+                f"{variable.path!r} has shape {shape}, and {row.path!r} of "
+                f"the plan has {row.shape}. Plan this model: "
+                "`plan_sharding(build_fn, device_mesh)`. Received: "
+                f"plan={self.plan!r}"
+            )
 
     def _axes_of_quantized(self, variable):
         """Returns the axes that a plan of a quantized model gives, or `None`.
@@ -146,6 +171,7 @@ class TensorParallel(ModelParallel):
 
     def _note(self, variable, axes):
         self._planned[id(variable)] = weakref.ref(variable), axes
+        variable._awaits_plan = False
 
     def _axes_of(self, variable):
         """Returns the axes noted for a variable, or `None`."""
@@ -173,16 +199,36 @@ class TensorParallel(ModelParallel):
         for variable in model.weights:
             self._note(variable, self.plan[variable.path].layout_axes)
 
+    def can_check(self, model):
+        return self._is_given or inputs.are_known(model)
+
     def check_model(self, model):
         """Plans a model that was not planned yet, and moves its variables."""
         if not self._is_given:
             known = [self._axes_of(v) for v in model.weights]
             outermost = getattr(model, "_planned_under", None) is not self
             if None in known or outermost:
-                self.plan_model(model)
+                try:
+                    self.plan_model(model)
+                except NoPlanError as e:
+                    self._keep_provisional(model, e)
+                    return
                 _move_to_plan(model, self)
                 model._planned_under = self
         self._report(model)
+
+    def _keep_provisional(self, model, error):
+        """Leaves a model that cannot be planned split as it was born."""
+        message = (
+            f"{error} Without a plan, each variable stays split along its "
+            "largest dim that divides: the numbers are right, and the "
+            "communication is not the least. Give a plan: "
+            "`TensorParallel(plan=plan_sharding(build_fn, device_mesh, "
+            "input_spec=...))`."
+        )
+        if self._strict:
+            raise ValueError(message) from error
+        warnings.warn(message, stacklevel=2)
 
     def why_replicated(self, variable):
         """Returns why the plan leaves a variable whole."""
@@ -242,8 +288,9 @@ class TensorParallel(ModelParallel):
 def _check_plan(plan, device_mesh, overrides):
     if not isinstance(plan, ShardingPlan):
         raise ValueError(
-            "`plan` must be a `ShardingPlan`, from `plan_sharding`. Received: "
-            f"plan={plan} (of type {type(plan)})"
+            "`plan` must be a `ShardingPlan`, from `plan_sharding`, or from "
+            "`ShardingPlan.from_json` for the text of a file. Received: "
+            f"plan={plan!r} (of type {type(plan)})"
         )
     if overrides:
         raise ValueError(

@@ -225,3 +225,88 @@ def test_bad_arguments():
         TensorParallel(plan=plan, overrides={"up/kernel": (None, None)})
     with pytest.raises(ValueError, match="one of the mesh axes"):
         TensorParallel(mesh(), batch_dim_name="rows")
+
+
+class Narrow(keras.Model):
+    """A model that plans cannot be made for: it takes batches of four."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = layers.Dense(8, name="up")
+
+    def call(self, x):
+        if x.shape[0] != 4:
+            raise TypeError("four, please")
+        return self.up(x)
+
+
+def test_without_a_plan_variables_stay_as_they_were_born():
+    keras.utils.set_random_seed(1)
+    expected = train_narrow(Narrow())
+    distribution.set_distribution(TensorParallel(mesh()))
+    keras.utils.set_random_seed(1)
+    model = Narrow()
+    with pytest.warns(UserWarning, match="'narrow.*four, please.*plan_sh"):
+        given = train_narrow(model)
+    assert harness.difference(given, expected) <= 1e-5
+    assert axes(model)[model.up.kernel.path] == ("model", None)
+
+
+def train_narrow(model):
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((4, 12), "float32")
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(x, x[:, :8], batch_size=4, epochs=3, verbose=0)
+    return model.predict(x, batch_size=4, verbose=0)
+
+
+def test_strict_and_without_a_plan():
+    distribution.set_distribution(TensorParallel(mesh(), strict=True))
+    with pytest.raises(ValueError, match="four, please"):
+        train_narrow(Narrow())
+
+
+@pytest.mark.parametrize("use", ("save", "predict"))
+def test_a_sequential_of_layers_that_were_built(use, tmp_path):
+    x = data()[0]
+    expected = built_before().predict(x, verbose=0)
+    distribution.set_distribution(TensorParallel(mesh()))
+    model = built_before()
+    if use == "save":
+        # It has weights and no inputs: nothing to plan yet.
+        model.save(tmp_path / "model.keras")
+    given = model.predict(x, verbose=0)
+    assert harness.difference(given, expected) <= 1e-5
+    assert axes(model)["up/kernel"] == (None, "model")
+
+
+def built_before():
+    keras.utils.set_random_seed(1)
+    up = layers.Dense(16, activation="relu", name="up")
+    up.build((None, 12))
+    up.quantize("int8")
+    down = layers.Dense(5, name="down")
+    down.build((None, 16))
+    down.enable_lora(2)
+    return keras.Sequential([up, down])
+
+
+def test_inputs_that_build_was_given_by_name():
+    class Two(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.up = layers.Dense(8, name="up")
+            self.down = layers.Dense(3, name="down")
+
+        def build(self, left_shape, right_shape):
+            self.up.build(left_shape)
+            self.down.build((*left_shape[:-1], 8))
+
+        def call(self, left, right):
+            return self.down(self.up(left)) + right
+
+    model = Two()
+    model.build((None, 12), (None, 3))
+    plan = distribution.plan_sharding(model, mesh())
+    assert plan[model.up.kernel.path].axes == (None, "model")
+    assert plan[model.down.kernel.path].axes == ("model", None)

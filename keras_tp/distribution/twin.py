@@ -139,6 +139,13 @@ class Child:
 
 def check_picklable(build_fn):
     """Raises `ValueError` unless a child process can be given a function."""
+    if isinstance(build_fn, keras.Layer) or not callable(build_fn):
+        raise ValueError(
+            "`build_fn` must be a function without arguments that returns a "
+            "compiled model. A model that exists can be saved and built by "
+            "`functools.partial(keras.models.load_model, path)`. Received: "
+            f"build_fn={build_fn!r} (of type {type(build_fn)})"
+        )
     try:
         pickle.dumps(build_fn)
     except (pickle.PicklingError, AttributeError, TypeError) as e:

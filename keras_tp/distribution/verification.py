@@ -8,6 +8,7 @@ from keras import tree
 
 from keras_tp import backend
 from keras_tp.distribution import twin
+from keras_tp.distribution.arguments import check_distribution
 from keras_tp.distribution.planning.trace import no_trace_left
 
 # A sum over devices is rounded in another order, and the layers after it add
@@ -183,10 +184,12 @@ def verify(
             returns is not compiled or differs between the two.
         RuntimeError: if the child process fails.
     """
+    check_distribution(distribution)
     twin.check_picklable(build_fn)
     x, y = tree.map_structure(np.asarray, (x, y))
     if steps < 1:
         raise ValueError(f"`steps` must be 1 or more. Received: steps={steps}")
+    backend.distribution_lib.meet("`verify`")
     if batch_size is None:
         batch_size = len(tree.flatten(x)[0])
     arguments = (build_fn, x, y, steps, batch_size, seed)

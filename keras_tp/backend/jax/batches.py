@@ -6,6 +6,7 @@ import math
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.experimental import sparse
 from keras.src import tree
 from keras.src.distribution.distribution_lib import distribution
 from keras.src.distribution.distribution_lib import set_distribution
@@ -36,6 +37,37 @@ def fitting_sharding(shape, layout):
                 sharding.mesh, jax.sharding.PartitionSpec()
             )
     return sharding
+
+
+def is_sparse(array):
+    """Returns whether an array of a batch is a sparse one, such as a `BCOO`."""
+    return isinstance(array, sparse.JAXSparse)
+
+
+def replicate_sparse(array, layout):
+    """Returns a sparse array that each device of a mesh holds whole.
+
+    It is a list of entries, which the batch axis cannot split by rows. The
+    numbers are those of one device, as for a batch that does not divide.
+
+    Args:
+        array: `jax.experimental.sparse.JAXSparse`, the same in every process.
+        layout: `TensorLayout` or `jax.sharding.Sharding`, of a dense array.
+    """
+    sharding = getattr(layout, "backend_layout", layout)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = jax.sharding.NamedSharding(
+            sharding.mesh, jax.sharding.PartitionSpec()
+        )
+
+    def replicate(part):
+        if sharding.is_fully_addressable:
+            return jax.device_put(part, sharding)
+        if values.is_spread(part):
+            return part
+        return values.from_whole(part, sharding)
+
+    return jax.tree_util.tree_map(replicate, array)
 
 
 def parts_of(current):
@@ -75,6 +107,9 @@ def place(batch, current, is_part=False):
     def place_one(array):
         if array is None or values.is_spread(array):
             return array
+        if is_sparse(array):
+            layout = current.get_data_layout(array.shape)
+            return replicate_sparse(array, layout)
         array = np.asarray(array)
         shape = array.shape
         if parts is not None and shape:

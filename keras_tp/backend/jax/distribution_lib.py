@@ -10,6 +10,7 @@ import re
 
 import jax
 import numpy as np
+from jax._src import core
 from keras.src.backend import config
 from keras.src.backend.jax import distribution_lib as keras_lib
 from keras.src.distribution.distribution_lib import distribution
@@ -85,6 +86,20 @@ def from_first_process(value):
     return processes.from_first(value)
 
 
+def meet(what):
+    """Waits until every process is here, where there are several.
+
+    A collective.
+
+    Args:
+        what: String that names what all processes have to call.
+
+    Raises:
+        RuntimeError: if a process does not come in time; says which.
+    """
+    processes.meet(what)
+
+
 def collective_library(device_type):
     """Returns what moves tensors between devices of a type: `"jax"`.
 
@@ -119,6 +134,11 @@ def hook_table():
     return hooks.TABLE
 
 
+def is_tracing():
+    """Returns whether JAX traces a function, or a transformation of one."""
+    return not core.trace_state_clean()
+
+
 def distribute_tensor(tensor, layout):
     """Changes the layout of a tensor, eagerly or while tracing.
 
@@ -137,7 +157,7 @@ def distribute_data_input(per_process_batch, layout, batch_dim_name):
             under a distribution with `auto_shard_dataset=False`, this
             process's part of it, and then this is a collective.
         layout: `TensorLayout`, or a sharding of JAX. A batch that it cannot
-            split evenly is replicated.
+            split evenly is replicated, and so is a sparse one.
         batch_dim_name: String, mesh axis that splits the batch.
 
     Returns:
@@ -147,6 +167,8 @@ def distribute_data_input(per_process_batch, layout, batch_dim_name):
         return None
     if processes.world_size() > 1 and distribution() is not None:
         return batches.place_given(per_process_batch, distribution())
+    if batches.is_sparse(per_process_batch):
+        return batches.replicate_sparse(per_process_batch, layout)
     return keras_lib.distribute_data_input(
         per_process_batch,
         batches.fitting_sharding(per_process_batch.shape, layout),
@@ -264,6 +286,12 @@ def how_to_launch(device_count):
     Args:
         device_count: Int, number of devices.
     """
+    if commands.in_notebook():
+        flags = _xla_flags(os.environ.get("XLA_FLAGS", ""), device_count)
+        variables = {"XLA_FLAGS": flags}
+        if jax.default_backend() != "cpu":
+            variables["JAX_PLATFORMS"] = "cpu"
+        return commands.before_import(device_count, variables)
     command = commands.launch(device_count)
     return f"To run on {device_count} devices: `{command}`."
 

@@ -21,6 +21,8 @@ def _hook_distribute_data_input(original):
     def distribute_data_input(per_process_batch, layout, batch_dim_name):
         if per_process_batch is None:
             return None
+        if batches.is_sparse(per_process_batch):
+            return batches.replicate_sparse(per_process_batch, layout)
         return original(
             per_process_batch,
             batches.fitting_sharding(per_process_batch.shape, layout),
@@ -101,12 +103,6 @@ OF_SEVERAL_PROCESSES = [
         "numpy sees the whole tensor, or an error that names who is missing",
     ),
     Hook(
-        "keras.src.backend.jax.distribution_lib",
-        "distribute_tensor",
-        values.hook_distribute_tensor,
-        "a value that each process has becomes one tensor, if it is the same",
-    ),
-    Hook(
         _TRAINER,
         "_distribute_data",
         batches.hook_distribute_data,
@@ -158,6 +154,12 @@ TABLE = [
         "distribute_data_input",
         _hook_distribute_data_input,
         "a last batch that the batch axis does not divide is replicated",
+    ),
+    Hook(
+        "keras.src.backend.jax.distribution_lib",
+        "distribute_tensor",
+        values.hook_distribute_tensor,
+        "a value that is in each process, or on one device, joins the mesh",
     ),
     *map(_of_several, OF_SEVERAL_PROCESSES),
 ]

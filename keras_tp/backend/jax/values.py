@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
 
 from keras_tp.backend.jax import processes
 
@@ -57,16 +58,22 @@ def hook_value(original):
 
 
 def hook_distribute_tensor(original):
-    """A value that each process has on its own devices becomes one array."""
+    """A value that each process has on its own devices becomes one array.
+
+    An array on one device becomes one of the mesh, if that is the mesh's only
+    device: Keras would leave it, and warn of arrays with a mesh and without.
+    """
 
     @functools.wraps(original)
     def distribute_tensor(tensor, layout):
         sharding = getattr(layout, "backend_layout", layout)
-        if (
-            processes.world_size() == 1
-            or isinstance(tensor, jax.core.Tracer)
-            or not isinstance(sharding, jax.sharding.Sharding)
+        if isinstance(tensor, jax.core.Tracer) or not isinstance(
+            sharding, jax.sharding.Sharding
         ):
+            return original(tensor, layout)
+        if processes.world_size() == 1:
+            if isinstance(sharding, NamedSharding) and sharding.mesh.size == 1:
+                return jax.device_put(tensor, sharding)
             return original(tensor, layout)
         if is_spread(tensor) and tensor.sharding.is_equivalent_to(
             sharding, tensor.ndim

@@ -122,7 +122,7 @@ def hook_epoch_iterator(original):
 def _on_host(leaf):
     if leaf is None or isinstance(leaf, tf.experimental.Optional):
         return None
-    return np.asarray(leaf)
+    return leaf if feeding.is_sparse(leaf) else np.asarray(leaf)
 
 
 def _gather_rows(array, longest):

@@ -9,6 +9,7 @@ from keras.src.distribution.distribution_lib import distribution
 from tensorflow.experimental import dtensor
 from tensorflow.python.eager import context
 
+from keras_tp.backend import feeding
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import training
 from keras_tp.backend.tensorflow import variables
@@ -54,7 +55,9 @@ def count_step(model, x, y=None):
         Dict of the collective's name to `(count, bytes)`.
     """
     data = tree.map_structure(
-        lambda v: v if v is None else tf.convert_to_tensor(v),
+        lambda v: (
+            v if v is None or feeding.is_sparse(v) else tf.convert_to_tensor(v)
+        ),
         (x,) if y is None else (x, y),
     )
     eagerly, model.run_eagerly = model.run_eagerly, False

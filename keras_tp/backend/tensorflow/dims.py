@@ -128,7 +128,7 @@ def transpose(original, a, perm=None, conjugate=False, name="transpose"):
         x = original(dtensor.relayout(x, layout), perm, conjugate, name)
         return dtensor.relayout(x, layout)
 
-    @tf.custom_gradient
+    @placement.custom_gradient
     def transposed_with_gradient(x):
         # It is symmetric: what undoes a change of two dims, does it too.
         return transposed(x), transposed
@@ -166,7 +166,7 @@ def reduce_mean(original, input_tensor, axis=None, keepdims=False, name=None):
     kept = [1 if dim in axes else size for dim, size in enumerate(shape)]
     count = math.prod(shape[dim] for dim in axes)
 
-    @tf.custom_gradient
+    @placement.custom_gradient
     def mean(x):
         def gradient(dy):
             return tf.reshape(dy / count, kept) * tf.ones(shape, dy.dtype)

@@ -88,6 +88,20 @@ def from_first_process(value):
     return processes.from_first(value)
 
 
+def meet(what):
+    """Waits until every process is here, where there are several.
+
+    A collective.
+
+    Args:
+        what: String that names what all processes have to call.
+
+    Raises:
+        RuntimeError: if a process does not come in time; says which.
+    """
+    processes.meet(what)
+
+
 def collective_library(device_type):
     """Returns what moves tensors between devices of a type: `"tensorflow"`.
 
@@ -110,6 +124,11 @@ def activate():
 def hook_table():
     """Returns the rows of TensorFlow's hook table."""
     return hooks.TABLE
+
+
+def is_tracing():
+    """Returns whether operations go to a graph instead of the devices."""
+    return not tf.executing_eagerly()
 
 
 def distribute_tensor(tensor, layout):
@@ -254,6 +273,11 @@ def how_to_launch(device_count):
     Args:
         device_count: Int, number of devices.
     """
+    if commands.in_notebook():
+        variables = _process_variables(device_count, 0)
+        if tf.config.list_physical_devices("GPU"):
+            variables["CUDA_VISIBLE_DEVICES"] = "-1"
+        return commands.before_import(device_count, variables)
     command = commands.launch(device_count)
     return f"To run on {device_count} devices: `{command}`."
 

@@ -15,6 +15,7 @@ _LIB = "keras.src.backend.tensorflow.distribution_lib"
 _VARIABLE = "keras.src.backend.tensorflow.core:Variable"
 _TRAINER = "keras.src.backend.tensorflow.trainer:TensorFlowTrainer"
 _OPTIMIZER = "keras.src.backend.tensorflow.optimizer:TFOptimizer"
+_LOSS_SCALE = "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer"
 
 
 def _ours(name):
@@ -162,11 +163,14 @@ TABLE = [
         training.hook_layer_call,
         "the outermost eager call runs on the mesh",
     ),
-    Hook(
-        _OPTIMIZER,
-        "apply",
-        training.hook_apply,
-        "gradients of embeddings are dense, as DTensor needs them",
+    *(
+        Hook(
+            optimizer,
+            "apply",
+            training.hook_apply,
+            "gradients of embeddings are dense, as DTensor needs them",
+        )
+        for optimizer in (_OPTIMIZER, _LOSS_SCALE)
     ),
     Hook(
         "keras.src.models.model:Model",

@@ -163,7 +163,7 @@ def convolution(
         x.shape[1:-1], kernel.shape[:-2], strides, padding, dilations
     )
 
-    @tf.custom_gradient
+    @placement.custom_gradient
     def convolve(x, kernel):
         x = _lay_out(x, axes[0])
         y = windows.correlate(x, kernel, window)
@@ -211,7 +211,7 @@ def conv_transpose(
         image, kernel.shape[:-2], strides, padding, dilations
     )
 
-    @tf.custom_gradient
+    @placement.custom_gradient
     def convolve(y, kernel):
         y = _lay_out(y, axes[1])
         x = windows.spread(y, kernel, window, image)

@@ -117,7 +117,7 @@ def gather(
     size = rows // parts
     flat = tf.reshape(indices, [-1])
 
-    @tf.custom_gradient
+    @placement.custom_gradient
     def look_up(table):
         # The first dim stands for the device: what follows keeps it.
         table = tf.reshape(table, [parts, size, *row])

@@ -2,12 +2,17 @@
 
 import contextlib
 import threading
+import warnings
 
 import numpy as np
 import tensorflow as tf
+from keras.src.trainers.data_adapters import data_adapter_utils
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import processes
+
+# A sparse batch that is larger than this when it is dense is warned of.
+LARGE_BATCH_BYTES = 2**28
 
 _state = threading.local()
 
@@ -51,6 +56,31 @@ def batch_axis():
     """Returns the mesh axis that splits batches, or `None`."""
     current = getattr(_state, "current", None)
     return current and current[1]
+
+
+def custom_gradient(function):
+    """As `tf.custom_gradient`; the gradient runs on the mesh of the function.
+
+    A loop of the user's own asks for gradients when the mesh has been left.
+
+    Args:
+        function: Callable of tensors that returns its result and a function
+            of the result's gradient.
+    """
+    entered = getattr(_state, "current", None)
+
+    def with_gradient(*args):
+        result, gradient = function(*args)
+
+        def gradient_on_mesh(*upstream):
+            if entered is None or current_mesh() is not None:
+                return gradient(*upstream)
+            with on_mesh(*entered):
+                return gradient(*upstream)
+
+        return result, gradient_on_mesh
+
+    return tf.custom_gradient(with_gradient)
 
 
 def is_dtensor(x):
@@ -284,7 +314,8 @@ def place_batch(batch, mesh, axis, part=(0, 1)):
     """Puts a batch on the devices.
 
     Args:
-        batch: Array, tensor or `None`, which is returned as it is.
+        batch: Array, tensor, sparse tensor (which becomes a dense one) or
+            `None`, which is returned as it is.
         mesh: `dtensor.Mesh`.
         axis: String, mesh axis that splits the first dim, or `None`.
         part: Pair of ints: which of how many parts of the global batch this
@@ -295,13 +326,15 @@ def place_batch(batch, mesh, axis, part=(0, 1)):
     """
     if batch is None or isinstance(batch, tf.experimental.Optional):
         return None
-    if isinstance(batch, (tf.SparseTensor, tf.RaggedTensor)):
+    if isinstance(batch, tf.RaggedTensor):
         raise ValueError(
             "DTensor holds dense tensors only. Convert the data with "
-            "`tf.sparse.to_dense` or `to_tensor()`. Received: a "
-            f"{type(batch).__name__} of shape {batch.shape}"
+            f"`to_tensor()`. Received: a RaggedTensor of shape {batch.shape}"
         )
-    if is_dtensor(batch):
+    if isinstance(batch, tf.SparseTensor):
+        return _place_sparse(batch, mesh, axis)
+    if is_dtensor(batch) or data_adapter_utils.is_scipy_sparse(batch):
+        # Of a matrix of scipy TensorFlow says itself that it is no tensor.
         return batch
     if not tf.is_tensor(batch):
         with tf.device("CPU:0"):
@@ -321,6 +354,38 @@ def place_batch(batch, mesh, axis, part=(0, 1)):
         tuple(whole),
         batch_layout(whole, mesh, axis),
     )
+
+
+def _place_sparse(batch, mesh, axis):
+    """Puts a sparse batch on the devices, each of which makes its rows dense.
+
+    DTensor computes with dense tensors only. No device, and not the host
+    either, holds more of it than the rows of one device.
+    """
+    if batch.dtype == tf.string:
+        return batch
+    shape = tuple(batch.shape)
+    layout = batch_layout(shape, mesh, axis)
+    indices, entries = batch.indices.numpy(), batch.values.numpy()
+
+    def part_of(part):
+        (start, stop), *_ = part
+        held = (indices[:, 0] >= start) & (indices[:, 0] < stop)
+        rows = np.zeros((stop - start, *shape[1:]), entries.dtype)
+        if rows.nbytes > LARGE_BATCH_BYTES:
+            warnings.warn(
+                f"A sparse batch of shape {shape} is made dense, because "
+                "DTensor computes with dense tensors only. It takes "
+                f"{rows.nbytes / 2**20:.0f} MiB on each device: smaller "
+                "batches take less.",
+                stacklevel=2,
+            )
+        first, *others = indices[held].T
+        # An entry may be there twice; it is the sum then.
+        np.add.at(rows, (first - start, *others), entries[held])
+        return rows
+
+    return place_parts(part_of, shape, layout)
 
 
 def enter_mesh(value, mesh, axis):

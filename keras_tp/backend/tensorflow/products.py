@@ -57,7 +57,7 @@ def repeat(original, x, repeats, axis=None):
     axis %= len(x.shape)
     size = x.shape[axis]
 
-    @tf.custom_gradient
+    @placement.custom_gradient
     def repeated(x):
         def gradient(dy):
             group = tf.range(size * repeats) // repeats

@@ -5,10 +5,14 @@ import functools
 import weakref
 
 import tensorflow as tf
+from keras.src import backend as keras_backend
 from keras.src import tree
 from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.distribution.distribution_lib import distribution
+from keras.src.layers.layer import CallSpec
+from keras.src.models.model import Model
+from keras.src.trainers.data_adapters import data_adapter_utils
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import batches
@@ -167,6 +171,7 @@ def hook_make_predict_function(original):
         run = step_on_mesh(self, self.predict_step)
 
         def predict_function(data):
+            _build_for(self, data[0])
             outputs = [to_host(run(batch)) for batch in data]
             if len(outputs) == 1:
                 return outputs[0]
@@ -177,6 +182,32 @@ def hook_make_predict_function(original):
         self.predict_function = predict_function
 
     return make_predict_function
+
+
+def _build_for(model, batch):
+    """Builds a model before its first step is traced.
+
+    While a step is traced, no variable can be made on the devices. `fit` and
+    `evaluate` do the same in `_symbolic_build`.
+    """
+    if all(layer.built for layer in model._flatten_layers()):
+        return
+    x, _, _ = data_adapter_utils.unpack_x_y_sample_weight(batch)
+    x = tree.map_structure(_symbolic, x)
+    keras_backend.compute_output_spec(model, x, training=False)
+    # The model is planned before a value is read.
+    for variable in model.variables:
+        _ = variable.value
+
+
+def _symbolic(x):
+    """Returns a `KerasTensor` in place of an array or tensor."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        return x
+    # Keras does not know the lengths of numpy's strings.
+    is_text = getattr(x.dtype, "kind", None) in ("O", "S", "U")
+    dtype = "string" if is_text else keras_backend.standardize_dtype(x.dtype)
+    return keras_backend.KerasTensor(x.shape, dtype)
 
 
 def hook_get_metrics_result(original):
@@ -273,11 +304,25 @@ def hook_layer_call(original):
 
 
 def _belongs_on_mesh(layer, args, kwargs):
+    if not layer.built and not isinstance(layer, Model):
+        # A layer without variables stays off the mesh, where sparse tensors
+        # and strings are.
+        _build(layer, args, kwargs)
     if not layer.built or any(
         variables.is_distributed(v) for v in layer.variables
     ):
         return True
     return any(placement.is_dtensor(x) for x in tree.flatten((args, kwargs)))
+
+
+def _build(layer, args, kwargs):
+    """Builds a layer for its arguments, as its call does."""
+    args, kwargs = tree.map_structure(_symbolic, (args, kwargs))
+    spec = CallSpec(
+        layer._call_signature, layer._call_context_args, args, kwargs
+    )
+    with layer._open_name_scope():
+        layer._maybe_build(spec)
 
 
 def hook_apply(original):
@@ -295,12 +340,18 @@ def hook_apply(original):
             if eager_outside
             else contextlib.nullcontext()
         ):
-            grads = [
-                tf.convert_to_tensor(g)
-                if isinstance(g, tf.IndexedSlices)
-                else g
-                for g in grads
-            ]
+            grads = [_dense_gradient(g, mesh, eager_outside) for g in grads]
             return original(self, grads, trainable_variables)
 
     return apply
+
+
+def _dense_gradient(gradient, mesh, is_eager):
+    """Returns a gradient as a dense tensor; an eager one is on the mesh."""
+    if isinstance(gradient, tf.IndexedSlices):
+        on_host = is_eager and not placement.is_dtensor(gradient.values)
+        with placement.off_mesh() if on_host else contextlib.nullcontext():
+            gradient = tf.convert_to_tensor(gradient)
+    if is_eager and gradient is not None:
+        return placement.place_batch(gradient, mesh, None)
+    return gradient

@@ -163,3 +163,42 @@ def test_the_error_of_a_single_batch_is_raised():
             with pytest.raises(tf.errors.OpError):
                 method(bad, y)
         assert isinstance(model.train_on_batch(0 * bad, y), float)
+
+
+def slices(values, rows):
+    return tf.IndexedSlices(
+        tf.constant(values, "float32"), tf.constant(rows), (5, 2)
+    )
+
+
+@pytest.mark.parametrize("is_sparse", (True, False))
+@pytest.mark.parametrize("scaled", (True, False))
+def test_gradients_that_are_applied_outside_of_a_step(scaled, is_sparse):
+    gradient = slices(np.arange(6).reshape(3, 2), [0, 3, 3])
+    gradient = gradient if is_sparse else tf.convert_to_tensor(gradient)
+
+    def train():
+        variable = keras.Variable(np.ones((5, 2), "float32"))
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        for _ in range(2):
+            optimizer.apply([gradient], [variable])
+        return keras.ops.convert_to_numpy(variable)
+
+    expected = train()
+    with split().scope():
+        np.testing.assert_allclose(train(), expected, rtol=1e-6)
+
+
+def test_a_sparse_batch_is_made_dense_by_rows(monkeypatch):
+    mesh = split().device_mesh.backend_mesh
+    batch = tf.SparseTensor([[3, 1], [0, 0], [3, 1]], [1.0, 2.0, 4.0], (4, 2))
+    placed = placement.place_batch(batch, mesh, "model")
+    sizes = {part.shape for _, _, part in placement.local_parts(placed)}
+    assert sizes == {(2, 2)}
+    expected = [[2, 0], [0, 0], [0, 0], [0, 5]]
+    np.testing.assert_array_equal(placement.read(placed), expected)
+    monkeypatch.setattr(placement, "LARGE_BATCH_BYTES", 10)
+    with pytest.warns(UserWarning, match=r"shape \(4, 2\) is made dense"):
+        placement.place_batch(batch, mesh, "model")

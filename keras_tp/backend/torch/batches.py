@@ -182,7 +182,7 @@ class AgreedLength:
     def __init__(self, adapter, current):
         self._adapter = adapter
         given = (parts_of(current) is not None, adapter.num_batches)
-        found = processes.gather_by_process(given)
+        found = processes.gather_by_process(given, "the number of batches")
         lengths = [length for _, length in found]
         if len({is_part for is_part, _ in found}) > 1 or (
             not given[0] and len(set(lengths)) > 1
@@ -253,7 +253,9 @@ def _put_together(batch, parts, current):
         len({digest for count, digest in held if count >= 0}) > 1
         or len(set(zip(parts.by_process, all_rows))) > parts.count
     ):
-        described = processes.gather_by_process((rows, kind))
+        described = processes.gather_by_process(
+            (rows, kind), "the kind of a batch"
+        )
         raise ValueError(
             "The parts of a batch do not fit together. They may differ in "
             "length between model groups, and in nothing else: pad or cut "
@@ -295,7 +297,9 @@ def _gathered(batch, parts, current):
     own = parts.by_process[processes.index()]
     if parts.by_process.index(own) != processes.index():
         batch = None
-    held = processes.gather_by_process(tree.map_structure(_on_host, batch))
+    held = processes.gather_by_process(
+        tree.map_structure(_on_host, batch), "the rows of a batch"
+    )
     first = [parts.by_process.index(index) for index in range(parts.count)]
 
     def whole(*arrays):

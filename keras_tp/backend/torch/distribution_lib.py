@@ -80,6 +80,21 @@ def from_first_process(value):
     return processes.from_first(value)
 
 
+def meet(what):
+    """Waits until every process is here, where there are several.
+
+    A collective.
+
+    Args:
+        what: String that names what all processes have to call.
+
+    Raises:
+        RuntimeError: if a process does not come in time; says which.
+    """
+    processes.start()
+    processes.meet(what)
+
+
 def collective_library(device_type):
     """Returns what moves tensors between devices of a type.
 
@@ -106,6 +121,11 @@ def activate():
 def hook_table():
     """Returns the rows of torch's hook table."""
     return hooks.TABLE
+
+
+def is_tracing():
+    """Returns whether torch compiles a function."""
+    return torch.compiler.is_compiling()
 
 
 def distribute_tensor(tensor, layout):
@@ -152,13 +172,16 @@ def distribute_data_input(per_process_batch, layout, batch_dim_name):
 def relayout_variable(variable, layout):
     """Moves a variable to another layout; its value stays the same.
 
-    A collective where the variable is split.
+    A collective. A plain value has to be the same in every process, which is
+    compared.
 
     Args:
         variable: A Keras variable. Its old value is freed.
         layout: `TensorLayout`, or `None` for a plain tensor in each process.
     """
     old = variable._value
+    if layout is not None and not isinstance(old, placement.DTensor):
+        processes.same_values(variable)
     with contextlib.ExitStack() as undo:
         undo.callback(setattr, variable, "_layout", variable._layout)
         variable._layout = layout
@@ -191,7 +214,7 @@ def variable_bytes_by_device(variable):
     devices = [str(d) for d in layout.device_mesh.devices.flatten()]
     if len(devices) == 1:
         return {devices[0]: held}
-    by_process = processes.gather_by_process(held)
+    by_process = processes.gather_by_process(held, "the bytes of a variable")
     return {
         name: by_process[int(name.split(":")[-1])] for name in sorted(devices)
     }

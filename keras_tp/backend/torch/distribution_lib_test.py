@@ -99,4 +99,4 @@ def test_agreeing_alone_changes_nothing():
     processes.meet("a test")
     processes.same_everywhere("things", [1, 2], "")
     assert processes.rng_bytes() == before
-    assert processes.gather_by_process("x") == ["x"]
+    assert processes.gather_by_process("x", "a test") == ["x"]

@@ -22,6 +22,7 @@ from keras_tp.backend.torch import initial_values
 from keras_tp.backend.torch import ops
 from keras_tp.backend.torch import ops_nn
 from keras_tp.backend.torch import optimizers
+from keras_tp.backend.torch import parameters
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
 from keras_tp.backend.torch import repeats
@@ -227,26 +228,6 @@ def _hook_print_msg(original):
     return print_msg
 
 
-def _hook_named_parameters(original):
-    """A variable that was moved has a new parameter; its layers learn it."""
-
-    @functools.wraps(original)
-    def named_parameters(self, *args, **kwargs):
-        for module in self.modules():
-            held = module._modules.get("_torch_params")
-            if held is None or not hasattr(module, "variables"):
-                continue
-            if any(
-                held[variable.path] is not variable._value
-                for variable in module.variables
-                if variable.path in held
-            ):
-                module._track_variables()
-        return original(self, *args, **kwargs)
-
-    return named_parameters
-
-
 def _is_distributed(model):
     return any(
         isinstance(variable._value, DTensor) for variable in model.variables
@@ -293,8 +274,14 @@ TABLE = [
     Hook(
         "keras.src.backend.torch.layer:TorchLayer",
         "named_parameters",
-        _hook_named_parameters,
+        parameters.hook_named_parameters,
         "zero_grad reaches the variables of a model that was moved",
+    ),
+    Hook(
+        "keras.src.backend.torch.layer:TorchLayer",
+        "_track_variables",
+        parameters.hook_track_variables,
+        "a layer that is built does not have a part of a model planned",
     ),
     Hook(
         _DTENSOR,

@@ -1,18 +1,31 @@
 """Runs a script in several processes through torchrun's launcher."""
 
+import glob
+import logging
+import os
 import shlex
+import signal
 import sys
+import tempfile
 
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from keras_tp.backend import commands
+from keras_tp.backend import ending
+from keras_tp.backend import failures
+
+# What users set for torchrun to choose what is printed. It is left to them.
+_OUTPUT_VARIABLES = ("PET_LOCAL_RANKS_FILTER", "PET_REDIRECTS", "PET_TEE")
+_LOGGER = "torch.distributed.elastic"
 
 
 def launch(plan, argv):
     """Runs a script in one process per device: those of this host.
 
-    If a process fails, torchrun ends the others, reports the first failure
-    and this process exits with an error.
+    If a process fails, torchrun ends the others. Then the first error is
+    printed, and this process exits with the exit code that goes with it.
 
     Args:
         plan: `supervision.Plan`.
@@ -36,17 +49,28 @@ def launch(plan, argv):
             *("--node-rank", str(plan.host_index)),
             *("--master-addr", address, "--master-port", port),
         ]
+    first = plan.host_index * per_host
+    where += ["--nproc-per-node", str(per_host)]
+    where += _redirects(plan, first, per_host)
     script, *arguments = argv
-    given = [*where, "--nproc-per-node", str(per_host), script]
     if plan.dry_run:
-        command = [sys.executable, "-m", "torch.distributed.run"]
-        sys.stdout.write(shlex.join([*command, *given, *arguments]) + "\n")
+        command = [sys.executable, "-m", "torch.distributed.run", *where]
+        sys.stdout.write(shlex.join([*command, script, *arguments]) + "\n")
         return
-    options = run.get_args_parser().parse_args(given)
-    # Not parsed: torchrun's parser takes a `--log` of the script for an
-    # abbreviation of its own options.
-    options.training_script_args = arguments
-    run.run(options)
+    with tempfile.TemporaryDirectory(prefix="keras_tp_") as folder:
+        if "PET_LOG_DIR" not in os.environ:
+            where += ["--log-dir", folder]
+        options = run.get_args_parser().parse_args([*where, script])
+        # Not parsed: torchrun's parser takes a `--log` of the script for an
+        # abbreviation of its own options.
+        options.training_script_args = arguments
+        # Or torchrun sets it, with a warning.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ[ending.ERROR_FILE] = os.path.join(folder, "$RANK.error")
+        os.environ[ending.PARENT] = str(os.getpid())
+        code = _run(options, plan, folder, range(first, first + per_host))
+    if code:
+        sys.exit(code)
 
 
 def how_to_launch(device_count):
@@ -55,8 +79,98 @@ def how_to_launch(device_count):
     Args:
         device_count: Int, number of devices.
     """
+    if commands.in_notebook():
+        return (
+            "On torch each device has a process of its own, and a notebook is "
+            f"one process. To run on {device_count} devices, put the code into "
+            f"a script: `{commands.launch(device_count)}`."
+        )
     torchrun = f"torchrun --nproc-per-node {device_count} {commands.script()}"
     return (
         f"To run on {device_count} devices: "
         f"`{commands.launch(device_count)}`, or `{torchrun}`."
     )
+
+
+def _redirects(plan, first, per_host):
+    """Returns torchrun's option that has all but process 0 write to files."""
+    quiet = [local for local in range(per_host) if first + local > 0]
+    if plan.all_output or not quiet:
+        return []
+    if any(name in os.environ for name in _OUTPUT_VARIABLES):
+        return []
+    both = 3
+    return ["--redirects", ",".join(f"{local}:{both}" for local in quiet)]
+
+
+def _run(options, plan, folder, indices):
+    """Runs torchrun with its options; returns the exit code of the run."""
+    if not plan.all_output:
+        # It reports each process that it ends. The first error says why.
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith(_LOGGER):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+    ended_by, found = 0, {}
+    try:
+        run.run(options)
+        return 0
+    except ChildFailedError as e:
+        found = e.failures
+    except SignalException as e:
+        ended_by = e.sigval
+    found = _without_ended(found, options.shutdown_timeout)
+    code = failures.report(
+        _failures(found, folder, indices), plan.devices, plan.all_output
+    )
+    return 128 + ended_by if ended_by else code or 1
+
+
+def _failures(found, folder, indices):
+    """Returns the list of `failures.Failure` of the processes of this host.
+
+    Args:
+        found: Dict of the index of a process to torch's `ProcessFailure`.
+        folder: String, the folder with what processes wrote.
+        indices: Range of the indices of the processes of this host.
+    """
+    told = {}
+    for index in indices:
+        code = found[index].exitcode if index in found else 0
+        path = os.path.join(folder, f"{index}.error")
+        told[index] = failures.told(path, index, failures.exit_code(code))
+    result = [failure for failure in told.values() if failure]
+    began = min((failure.at for failure in result), default=None)
+    for index, failure in found.items():
+        if told[index]:
+            continue
+        path = os.path.join(folder, f"{index}.error")
+        at = failures.noted_end(path) or failure.timestamp
+        if began is not None and failure.exitcode < 0:
+            # It told nobody, and torchrun looks only now and then: the others
+            # may have noticed earlier that it was gone.
+            at = min(at, began - 1)
+        local = index - indices.start
+        output = glob.glob(
+            os.path.join(folder, "*", "attempt_*", str(local), "stderr.log")
+        )
+        result.append(failures.untold(at, index, failure.exitcode, *output[:1]))
+    return result
+
+
+def _without_ended(found, patience):
+    """Leaves out the processes that torchrun ended after the first failure."""
+    if patience is None:
+        patience = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    if not found:
+        return found
+    (_, first), *others = found.items()
+    kept = {}
+    for index, failure in others:
+        if failure.exitcode == -signal.SIGTERM:
+            continue
+        later = failure.timestamp - first.timestamp
+        # In whole seconds.
+        if failure.exitcode == -signal.SIGKILL and later > patience - 2:
+            continue
+        kept[index] = failure
+    return {next(iter(found)): first, **kept}

@@ -10,11 +10,14 @@ did not come, all of them stop with an error after this time.
 """
 
 import atexit
+import contextlib
 import datetime
+import functools
 import gc
 import os
 import random
 import sys
+import time
 
 import numpy as np
 import torch
@@ -24,13 +27,17 @@ from keras.src.backend.torch import core
 from torch.distributed.device_mesh import DeviceMesh
 
 from keras_tp.backend import agreement
+from keras_tp.backend import ending
 from keras_tp.backend import rendezvous
 from keras_tp.backend import waiting
 
 _control = None
+_failed = []
 
 
 TIMEOUT_S = waiting.timeout()
+_SETTLE_S = 1.0
+_BATCH = "the start of a batch"
 
 
 def world_size():
@@ -95,6 +102,7 @@ def start(init_method=None, num_processes=None, process_id=None):
                 rendezvous.meet(f"{host}:{port}", *map(int, rest), TIMEOUT_S)
         dist.init_process_group(**options)
         atexit.register(_leave)
+        sys.excepthook = functools.partial(_note_failure, sys.excepthook)
     if _control is None or _control[0] is not dist.group.WORLD:
         # The second is for what is waited for longer: all but process 0 wait
         # in a barrier as long as its group does.
@@ -107,6 +115,11 @@ def start(init_method=None, num_processes=None, process_id=None):
         _control = (dist.group.WORLD, *groups)
 
 
+def _note_failure(report, *error):
+    _failed.append(True)
+    report(*error)
+
+
 def _leave():
     """Ends the threads of process groups while Python is still there.
 
@@ -114,8 +127,16 @@ def _leave():
     aborts the process if it has ended meanwhile.
     """
     global _control
+    ending.note_end()
+    if _failed:
+        # The others report their errors of the same time before the launcher
+        # ends them with this process.
+        time.sleep(_SETTLE_S)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Or else what is under way waits for others, as long as it may.
+        os._exit(1)
     if not dist.is_initialized() or hasattr(sys, "last_value"):
-        # After an error, what is under way may wait for others.
         return
     _control = None
     for found in gc.get_objects():
@@ -149,6 +170,7 @@ def meet(what):
         return
     start()
     seconds = waiting.patience(TIMEOUT_S)
+    _note_place(what)
     try:
         dist.monitored_barrier(
             _control[1 if seconds == TIMEOUT_S else 2],
@@ -157,12 +179,13 @@ def meet(what):
         )
     except RuntimeError as e:
         raise RuntimeError(
-            f"{what} gathers tensors that are split over {world_size()} "
-            "processes, so every process has to call it. Process "
-            f"{index()} did, and others did not within {seconds:g} seconds: "
-            "move the call out of any `if rank == 0:`. Only one process "
-            f"writes the files. Missing, as torch reports it: {e}"
+            waiting.not_called_by_all(
+                *(what, index(), world_size(), seconds),
+                f"as torch says, {e}.",
+            )
+            + _meanwhile(what)
         ) from e
+    _note_place("")
 
 
 def longer():
@@ -185,13 +208,32 @@ def same_everywhere(what, value, way_out, groups=None):
     """
     if world_size() == 1:
         return [None]
-    return agreement.same_everywhere(_gather, what, value, way_out, groups)
+    return agreement.same_everywhere(
+        lambda v: _gather(v, f"the comparison of {what}"),
+        *(what, value, way_out, groups),
+    )
 
 
 def same_model(model):
     """Raises on every process unless all hold the same model. A collective."""
     if world_size() > 1:
-        agreement.same_model(_gather, model)
+        agreement.same_model(
+            lambda v: _gather(v, "the start of a model"), model
+        )
+
+
+def same_values(variable):
+    """Raises on every process unless all hold the same plain variable.
+
+    A collective.
+    """
+    if world_size() > 1:
+        what = f"values of {variable.path!r}"
+        agreement.same_array(
+            lambda v: _gather(v, f"the {what}"),
+            core.convert_to_numpy(variable._value),
+            what,
+        )
 
 
 def agree_on_seed():
@@ -204,7 +246,7 @@ def agree_on_seed():
     """
     if world_size() == 1:
         return
-    agreement.same_seed(_gather)
+    agreement.same_seed(lambda v: _gather(v, "the choice of a seed"))
     generator = global_state.get_global_attribute("global_seed_generator")
     counter = None
     if generator is not None:
@@ -214,7 +256,8 @@ def agree_on_seed():
         states = [
             (random.getstate(), np.random.get_state(), rng_state(), counter)
         ]
-    dist.broadcast_object_list(states, src=0, group=_control[1])
+    with _named("the choice of a seed"):
+        dist.broadcast_object_list(states, src=0, group=_control[1])
     random.setstate(states[0][0])
     np.random.set_state(states[0][1])
     set_rng_state(states[0][2])
@@ -252,13 +295,19 @@ def gather_numbers(numbers):
     start()
     own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     found = [torch.empty_like(own) for _ in range(world_size())]
-    dist.all_gather(found, own, group=_control[1])
+    with _named(_BATCH):
+        dist.all_gather(found, own, group=_control[1])
     return [tuple(tensor.tolist()) for tensor in found]
 
 
-def gather_by_process(value):
-    """Returns the list of a small value of every process. A collective."""
-    return _gather(value)
+def gather_by_process(value, what):
+    """Returns the list of a small value of every process. A collective.
+
+    Args:
+        value: What `pickle` takes; small.
+        what: String that names what all processes do here.
+    """
+    return _gather(value, what)
 
 
 def from_first(value):
@@ -267,7 +316,8 @@ def from_first(value):
         return value
     start()
     values = [value]
-    dist.broadcast_object_list(values, src=0, group=_control[1])
+    with _named("a value of process 0"):
+        dist.broadcast_object_list(values, src=0, group=_control[1])
     return values[0]
 
 
@@ -278,10 +328,58 @@ def _local_index(process_id):
     return (process_id or 0) % torch.cuda.device_count()
 
 
-def _gather(value):
+@contextlib.contextmanager
+def _named(what):
+    """Names what all processes do here, in the error if one does not come."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise RuntimeError(
+            f"Process {index()} waits for the other {world_size() - 1} at "
+            f"{what}. One of them ended, or did not come within "
+            f"{TIMEOUT_S:g} seconds (KERAS_TP_TIMEOUT). All processes have to "
+            "run the same program on batches of the same number. As torch "
+            f"says: {e}.{_meanwhile(what)}"
+        ) from e
+
+
+def _place_key(process):
+    return f"keras_tp/place/{process}"
+
+
+def _note_place(what):
+    """Notes what this process waits for, for the errors of the others."""
+    dist.distributed_c10d._get_default_store().set(_place_key(index()), what)
+
+
+def _meanwhile(what):
+    """Says what other processes wait for in the place of this one."""
+    places = {}
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        for process in range(world_size()):
+            if store.check([_place_key(process)]):
+                place = store.get(_place_key(process)).decode()
+                places[process] = place
+    except RuntimeError:
+        # The store is gone, and process 0 with it.
+        return ""
+    return waiting.meanwhile(
+        {
+            process: place
+            for process, place in places.items()
+            if place not in ("", what)
+        }
+    )
+
+
+def _gather(value, what):
     if world_size() == 1:
         return [value]
     start()
     values = [None] * world_size()
-    dist.all_gather_object(values, value, group=_control[1])
+    _note_place(what)
+    with _named(what):
+        dist.all_gather_object(values, value, group=_control[1])
+    _note_place("")
     return values

@@ -78,6 +78,9 @@ def size_of(value, graph):
 
 def item_bytes(dtype):
     """Returns the bytes of one element; a boolean takes one."""
+    if dtype == "string":
+        # Strings stay on the host.
+        return 0
     return max(dtype_size(dtype) // 8, 1)
 
 

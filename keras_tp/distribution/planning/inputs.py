@@ -1,5 +1,7 @@
 """What a model is called on, and the sizes that stand for unknown dims."""
 
+import inspect
+
 import keras
 from keras import tree
 
@@ -7,26 +9,99 @@ from keras import tree
 IMAGE_SIZE = 64
 
 
-def input_spec_of(model, given):
-    """Returns a structure of `(shape, dtype, name)` wrapped in `_Spec`."""
+class NoPlanError(ValueError):
+    """Says why a model cannot be planned."""
+
+
+def call_spec_of(model, given):
+    """Returns `(args, kwargs)` of a call, with a `_Spec` for each tensor.
+
+    Args:
+        model: Keras model (or layer).
+        given: Structure of shape tuples or `KerasTensor`s, the one argument of
+            the call; or `None`, for what the model knows of its inputs.
+
+    Raises:
+        NoPlanError: if nothing is given and the model knows nothing.
+    """
     if given is not None:
-        return tree.map_shape_structure(_spec_of, _shapes_only(given))
+        spec = tree.map_shape_structure(_spec_of, _shapes_only(given))
+        return (spec,), {}
+    known = _known_call(model)
+    if known is None:
+        raise NoPlanError(
+            f"The inputs of model {model.name!r} are not known. Pass "
+            "`input_spec`: a shape tuple, such as (None, 128), a `KerasTensor` "
+            "where the dtype is not that of floats, or a structure of them as "
+            f"the model takes it. Received: model={model}"
+        )
+    return known
+
+
+def are_known(model):
+    """Returns whether a model knows what it is called on."""
+    return _known_call(model) is not None
+
+
+def note_call(model, call_spec):
+    """Notes the shapes and dtypes of a model's first call.
+
+    Args:
+        model: Keras model.
+        call_spec: `CallSpec` of Keras. First dims are batches: any size.
+    """
+    if "_noted_call" in vars(model):
+        return
+    parameters = model._call_signature.parameters
+    call = inspect.BoundArguments(
+        model._call_signature,
+        {
+            name: value
+            for name, value in call_spec.user_arguments_dict.items()
+            if name in parameters and name != "training"
+        },
+    )
+    vars(model)["_noted_call"] = tree.map_structure(
+        _spec_of_batch, (call.args, call.kwargs)
+    )
+
+
+def _known_call(model):
     # A Functional model, or a Sequential one that was built.
     structure = getattr(model, "_inputs_struct", None)
     if structure is None:
         inner = getattr(model, "_functional", None)
         structure = getattr(inner, "_inputs_struct", None)
     if structure is not None:
-        return tree.map_structure(_spec_of, structure)
+        return (tree.map_structure(_spec_of, structure),), {}
+    if "_noted_call" in vars(model):
+        return vars(model)["_noted_call"]
     shapes = getattr(model, "_build_shapes_dict", None)
     if shapes and len(shapes) == 1:
-        return tree.map_shape_structure(_spec_of, next(iter(shapes.values())))
-    raise ValueError(
-        f"The inputs of model {model.name!r} are not known. Pass "
-        "`input_spec`: a shape tuple, such as (None, 128), a `KerasTensor` "
-        "where the dtype is not that of floats, or a structure of them as the "
-        f"model takes it. Received: model={model}"
-    )
+        shape = next(iter(shapes.values()))
+        return (tree.map_shape_structure(_spec_of, shape),), {}
+    if shapes and all(name.endswith("_shape") for name in shapes):
+        return (), {
+            name.removesuffix("_shape"): tree.map_shape_structure(
+                _spec_of, shape
+            )
+            for name, shape in shapes.items()
+        }
+    return None
+
+
+def _spec_of_batch(x):
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        return x
+    return _Spec((None, *x.shape[1:])[: len(x.shape)], dtype_of(x), None)
+
+
+def dtype_of(x):
+    """Returns the dtype of an array or tensor; that of text is `"string"`."""
+    if getattr(x.dtype, "kind", None) in ("O", "S", "U"):
+        # An array of numpy, whose dtype Keras has no name for.
+        return "string"
+    return keras.backend.standardize_dtype(x.dtype)
 
 
 class _Spec:
@@ -50,10 +125,30 @@ def _spec_of(x):
     return _Spec(tuple(x), keras.config.floatx(), None)
 
 
+def narrow(spec, model):
+    """Fills in the sizes that only the model's own `input_spec` says.
+
+    Args:
+        spec: Structure of `_Spec`, changed in place.
+        model: Keras model (or layer).
+    """
+    wanted = tree.flatten(getattr(model, "input_spec", None))
+    found = [x for x in tree.flatten(spec) if isinstance(x, _Spec)]
+    for x, known in zip(found, wanted):
+        shape = getattr(known, "shape", None)
+        if shape is not None and len(shape) == len(x.shape):
+            x.shape = tuple(
+                size if size is not None else own
+                for size, own in zip(x.shape, shape)
+            )
+
+
 def symbolic(spec, batch, length):
     """Returns `KerasTensor`s in which the unknown dims have these sizes."""
 
     def one(x):
+        if not isinstance(x, _Spec):
+            return x
         rest = IMAGE_SIZE if len(x.shape) > 3 else length
         sizes = [rest if size is None else size for size in x.shape]
         if sizes and x.shape[0] is None:
@@ -67,7 +162,7 @@ def standing_sizes(model, spec):
     """Returns two primes that divide no dim of a variable or input."""
     taken = {size for variable in model.weights for size in variable.shape}
     for x in tree.flatten(spec):
-        taken.update(size for size in x.shape if size)
+        taken.update(size for size in getattr(x, "shape", ()) if size)
     found = []
     for prime in (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59):
         if not any(size % prime == 0 for size in taken):

@@ -363,7 +363,8 @@ class ShardingPlan:
         Args:
             text: String.
             device_mesh: `DeviceMesh` of the shape and axes of the plan's.
-                Defaults to one of the first devices there are.
+                Defaults to one of the first devices there are; where they are
+                too few, of as many that would be named alike.
 
         Raises:
             ValueError: if the text is no plan, of another format, or the mesh
@@ -411,8 +412,11 @@ class ShardingPlan:
 
 
 def _mesh_of_first_devices(shape, names):
-    # Imported late: a plan can be read where no devices are.
-    from keras_tp.distribution.distribution_lib import DeviceMesh
+    # Imported late: distributions are made of plans.
+    from keras_tp.distribution.device_mesh import DeviceMesh
     from keras_tp.distribution.distribution_lib import list_devices
 
-    return DeviceMesh(shape, names, list_devices()[: math.prod(shape)])
+    count, devices = math.prod(shape), list_devices()
+    kind = devices[0].partition(":")[0]
+    devices += [f"{kind}:{index}" for index in range(len(devices), count)]
+    return DeviceMesh(shape, names, devices[:count])

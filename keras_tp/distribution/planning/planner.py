@@ -4,6 +4,7 @@ import re
 
 from keras import Layer
 
+from keras_tp.distribution import arguments
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning import rules_math  # noqa: F401
 from keras_tp.distribution.planning import rules_nn  # noqa: F401
@@ -14,6 +15,7 @@ from keras_tp.distribution.planning.plan import ShardingPlan
 from keras_tp.distribution.planning.rows import PlannedReduction
 from keras_tp.distribution.planning.rows import PlannedVariable
 from keras_tp.distribution.tensor_layout import TensorLayout
+from keras_tp.distribution.tensor_layout import as_layout
 from keras_tp.distribution.tensor_layout import check_layout
 
 # Names of mesh axes that split batches, not variables.
@@ -59,6 +61,7 @@ def plan_sharding(
         ValueError: if the model's inputs are not known, or an override cannot
             hold.
     """
+    arguments.check_mesh(device_mesh)
     if isinstance(model_or_build_fn, Layer):
         graph = trace.trace(model_or_build_fn, input_spec)
     elif callable(model_or_build_fn):
@@ -151,7 +154,7 @@ def _resolve_overrides(graph, device_mesh, overrides):
     """Returns a dict of path to axes; every override holds somewhere."""
     found = {}
     for pattern, axes in overrides.items():
-        axes = tuple(axes)
+        axes = as_layout(axes, f"overrides[{pattern!r}]").axes
         matched = [
             value
             for value in graph.variables

@@ -467,6 +467,13 @@ def test_inputs_that_are_not_known():
     assert sorted(split(plan).values()) == [0, 0, 1]
 
 
+def test_sizes_that_only_the_input_spec_says():
+    inputs = keras.Input((None, 8))
+    model = keras.Model(inputs, layers.Dense(16)(inputs))
+    model.input_spec = keras.InputSpec(shape=(None, 4, 8))
+    assert sorted(split(plan_of(lambda: model)).values()) == [0, 1]
+
+
 def test_lora_follows_its_kernel():
     model = mlp()
     for name in ("up", "down"):

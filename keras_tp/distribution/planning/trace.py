@@ -7,6 +7,7 @@ noted are Keras operations on every backend. No variable needs a value.
 import contextlib
 import inspect
 import random
+import re
 
 import keras
 import numpy as np
@@ -34,6 +35,8 @@ _TRACKING = (
     "_self_unconditional_checkpoint_dependencies",
     "_self_unconditional_dependency_names",
 )
+# How the lines begin that Keras puts before the error of a layer.
+_LINES_OF_KERAS = ("Exception encountered", "Could not automatically infer")
 
 
 def trace(model, input_spec=None):
@@ -52,17 +55,30 @@ def trace(model, input_spec=None):
         A `Graph`. Layers that cannot be traced through are leaves of it.
 
     Raises:
-        ValueError: if the model's inputs are not known.
+        NoPlanError: if the model's inputs are not known, or it cannot be
+            called on symbolic ones.
     """
     with no_trace_left(), keras.StatelessScope(initialize_variables=False):
-        spec = inputs_lib.input_spec_of(model, input_spec)
+        spec = inputs_lib.call_spec_of(model, input_spec)
+        inputs_lib.narrow(spec, model)
         if not model.built:
-            model(inputs_lib.symbolic(spec, 2, 16))
+            args, kwargs = inputs_lib.symbolic(spec, 2, 16)
+            model(*args, **kwargs)
         graph = graph_lib.Graph(
             model.name, *inputs_lib.standing_sizes(model, spec)
         )
-        inputs = inputs_lib.symbolic(spec, graph.batch, graph.length)
-        _Tracer(graph, model).run(inputs)
+        call = inputs_lib.symbolic(spec, graph.batch, graph.length)
+        failure = _Failure()
+        with failure:
+            _Tracer(graph, model).run(*call)
+    if failure.error is not None:
+        raise inputs_lib.NoPlanError(
+            f"Model {model.name!r} cannot be planned: called on symbolic "
+            f"inputs, it fails: {_reason(failure.error)}. Sizes that its "
+            "inputs leave open can be given to `plan_sharding` as "
+            "`input_spec`. "
+            f"Received: model={model}"
+        ) from failure.error
     return graph
 
 
@@ -181,14 +197,16 @@ class _Tracer:
             for variable, dims, kernel in followers.followers_of(layer)
         ]
 
-    def run(self, inputs):
+    def run(self, args, kwargs):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.symbolic_variables())
             stack.enter_context(self.hooks())
-            for tensor in tree.flatten(inputs):
-                value = self.value(tensor, graph_lib.INPUT)
-                self.graph.inputs.append(value)
-            outputs = self.model(inputs, **self.inference())
+            self.graph.inputs = [
+                self.value(tensor, graph_lib.INPUT)
+                for tensor in tree.flatten((args, kwargs))
+                if isinstance(tensor, keras.KerasTensor)
+            ]
+            outputs = self.model(*args, **kwargs, **self.inference())
             self.graph.outputs = [
                 self.value(tensor)
                 for tensor in tree.flatten(outputs)
@@ -369,16 +387,27 @@ class _Failure:
     """
 
     text = ""
+    error = None
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback):
         if isinstance(error, Exception):
+            self.error = error
             lines = str(error).strip().splitlines() or [""]
             self.text = f"{kind.__name__}: {lines[0][:100]}"
             return True
         return False
+
+
+def _reason(error):
+    """Returns the line of an error that says what its author wrote."""
+    text = re.sub("\x1b\\[[0-9]*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # Keras puts lines in front, and the arguments of the call below.
+    own = [line for line in lines if not line.startswith(_LINES_OF_KERAS)]
+    return f"{type(error).__name__}: {(own or lines or [''])[0]}"
 
 
 def _output_spec(layer, args, kwargs):

@@ -1,0 +1,328 @@
+"""Every form of a model, first used in every way, in its scope or after it.
+
+A model has an `Input`, or is built by its first use, or is a class that says
+nothing of its variables. It may first be used by `fit`, by a call, or by a loop
+of the user's own. Its losses are those of one device.
+"""
+
+import contextlib
+import functools
+import itertools
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from integration_tests import harness
+from keras_tp import distribution as dist
+
+BATCH = 4
+STEPS = 3
+RATE = 0.05
+OUTPUTS = 6
+
+
+class Attention(layers.Layer):
+    """A layer as people write them: without `build`."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        return x + self.inner(x, x)
+
+
+class Tied(layers.Layer):
+    """A table that is looked up, and read again for the logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = layers.ReversibleEmbedding(24, 8)
+
+    def call(self, ids):
+        return self.table(self.table(ids), reverse=True)
+
+
+def dense(units=OUTPUTS, **kwargs):
+    return layers.Dense(units, bias_initializer="normal", **kwargs)
+
+
+def attention():
+    return Attention(layers.MultiHeadAttention(4, 3))
+
+
+def grouped():
+    return Attention(layers.GroupQueryAttention(4, 4, 2))
+
+
+def images(layer):
+    return lambda: [layer(), layers.ReLU(), layers.Flatten(), dense()]
+
+
+def sequences(layer):
+    return lambda: [dense(8), layer(), layers.Flatten(), dense()]
+
+
+VECTOR, SEQUENCE, IMAGE, IDS = (12,), (5, 12), (6, 6, 4), (5,)
+# Name -> the layers, one after the other, and the shape of a sample.
+KINDS = {
+    "dense": (lambda: [dense(16, activation="gelu"), dense()], VECTOR),
+    "einsum_dense": (
+        lambda: [
+            layers.EinsumDense("bi,ihd->bhd", (4, 8), bias_axes="hd"),
+            layers.EinsumDense("bhd,hdo->bo", (OUTPUTS,), bias_axes="o"),
+        ],
+        VECTOR,
+    ),
+    "embedding": (
+        lambda: [layers.Embedding(24, 8), layers.Flatten(), dense()],
+        IDS,
+    ),
+    "tied_embedding": (lambda: [Tied()], IDS),
+    "attention": (sequences(attention), SEQUENCE),
+    "grouped_attention": (sequences(grouped), SEQUENCE),
+    "layer_norm": (
+        lambda: [dense(8), layers.LayerNormalization(), dense()],
+        VECTOR,
+    ),
+    "rms_norm": (
+        lambda: [dense(8), layers.RMSNormalization(), dense(16), dense()],
+        VECTOR,
+    ),
+    "batch_norm": (
+        lambda: [dense(8), layers.BatchNormalization(), dense()],
+        VECTOR,
+    ),
+    "conv1d": (sequences(lambda: layers.Conv1D(8, 3)), SEQUENCE),
+    "conv2d": (images(lambda: layers.Conv2D(8, 3)), IMAGE),
+    "depthwise": (images(lambda: layers.DepthwiseConv2D(3)), IMAGE),
+    "separable": (images(lambda: layers.SeparableConv2D(8, 3)), IMAGE),
+    "lstm": (lambda: [layers.LSTM(8), dense()], SEQUENCE),
+    "gru": (lambda: [layers.GRU(8), dense()], SEQUENCE),
+    "bidirectional": (
+        lambda: [layers.Bidirectional(layers.SimpleRNN(4)), dense()],
+        SEQUENCE,
+    ),
+}
+
+
+class Chain(keras.Model):
+    """A model as people write them: without `build`, and without `Input`."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+    def call(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def functional(parts, spec):
+    x = inputs = keras.Input(spec.shape, dtype=spec.dtype)
+    for part in parts:
+        x = part(x)
+    return keras.Model(inputs, x)
+
+
+def marked_as_built(parts, spec):
+    """Keras takes `build` of such a class for done, without a variable."""
+    model = Chain(parts)
+    with pytest.warns(UserWarning, match="unbuilt state"):
+        model.build((None, *spec.shape))
+    return model
+
+
+FORMS = {
+    "functional": functional,
+    "sequential": lambda parts, spec: keras.Sequential(parts),
+    "subclassed": lambda parts, spec: Chain(parts),
+    "marked_as_built": marked_as_built,
+}
+
+
+class Spec:
+    """Shape and dtype of a sample."""
+
+    def __init__(self, shape):
+        self.shape = shape
+        self.dtype = "int32" if shape == IDS else "float32"
+
+
+def data(shape):
+    rng = np.random.default_rng(7)
+    if shape == IDS:
+        x = rng.integers(0, 24, (BATCH, *shape)).astype("int32")
+    else:
+        x = rng.normal(size=(BATCH, *shape)).astype("float32")
+    return x, rng.normal(size=(BATCH, OUTPUTS)).astype("float32")
+
+
+def targets(kind, y):
+    """A tied table has a logit for each row and each id."""
+    if kind != "tied_embedding":
+        return y
+    rng = np.random.default_rng(8)
+    return rng.normal(size=(BATCH, *IDS, 24)).astype("float32")
+
+
+def by_fit(model, x, y):
+    history = model.fit(x, y, BATCH, epochs=STEPS, shuffle=False, verbose=0)
+    return history.history["loss"]
+
+
+def by_call(model, x, y):
+    model(x)
+    return by_fit(model, x, y)
+
+
+def by_predict(model, x, y):
+    model.predict(x, verbose=0)
+    return by_fit(model, x, y)
+
+
+def by_evaluate(model, x, y):
+    model.evaluate(x, y, verbose=0)
+    return by_fit(model, x, y)
+
+
+def by_batch(model, x, y):
+    return [float(model.train_on_batch(x, y)) for _ in range(STEPS)]
+
+
+def _need_variables(model, x):
+    """A loop of one's own has to have the variables first."""
+    if not all(part.built for part in model._flatten_layers()):
+        model(x)
+
+
+def loop_on_jax(model, x, y):
+    import jax
+
+    _need_variables(model, x)
+    optimizer = model.optimizer
+    optimizer.build(model.trainable_variables)
+
+    def loss_and_updates(trainable, other):
+        outputs, other = model.stateless_call(trainable, other, x)
+        return keras.ops.mean((outputs - y) ** 2), other
+
+    @jax.jit
+    def step(trainable, other, state):
+        (loss, other), gradients = jax.value_and_grad(
+            loss_and_updates, has_aux=True
+        )(trainable, other)
+        trainable, state = optimizer.stateless_apply(
+            state, gradients, trainable
+        )
+        return loss, trainable, other, state
+
+    state = [
+        [variable.value for variable in variables]
+        for variables in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            optimizer.variables,
+        )
+    ]
+    losses = []
+    for _ in range(STEPS):
+        loss, *state = step(*state)
+        losses.append(float(loss))
+    return losses
+
+
+def loop_on_tensorflow(model, x, y):
+    import tensorflow as tf
+
+    losses = []
+    for _ in range(STEPS):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        variables = model.trainable_variables
+        gradients = tape.gradient(loss, [v.value for v in variables])
+        model.optimizer.apply(gradients, variables)
+        losses.append(float(loss))
+    return losses
+
+
+def loop_on_torch(model, x, y):
+    import torch
+
+    y = torch.as_tensor(y)
+    losses = []
+    for _ in range(STEPS):
+        loss = keras.ops.mean((model(x, training=True) - y) ** 2)
+        model.zero_grad()
+        loss.backward()
+        variables = model.trainable_variables
+        with torch.no_grad():
+            model.optimizer.apply([v.value.grad for v in variables], variables)
+        losses.append(float(keras.ops.convert_to_numpy(loss)))
+    return losses
+
+
+USES = {
+    "fit": by_fit,
+    "call": by_call,
+    "predict": by_predict,
+    "evaluate": by_evaluate,
+    "train_on_batch": by_batch,
+    "loop": globals()[f"loop_on_{keras.config.backend()}"],
+}
+
+
+def make(kind, form):
+    keras.utils.set_random_seed(3)
+    parts, shape = KINDS[kind]
+    model = FORMS[form](parts(), Spec(shape))
+    model.compile(keras.optimizers.SGD(RATE), "mse")
+    return model
+
+
+def run(kind, use, model):
+    x, y = data(KINDS[kind][1])
+    return USES[use](model, x, targets(kind, y))
+
+
+@functools.cache
+def reference(kind, form, use):
+    """The losses of the same model, used in the same way, on one device."""
+    harness.assert_plain()
+    return run(kind, use, make(kind, form))
+
+
+# All forms and uses of one kind, and of each kind those in which most differs.
+IN_CI = {
+    *itertools.product(["dense"], FORMS, USES, ["inside", "after"]),
+    *itertools.product(KINDS, ["subclassed"], ["fit"], ["after"]),
+    *itertools.product(KINDS, ["sequential"], ["loop"], ["after"]),
+}
+CASES = [
+    pytest.param(*case, marks=[] if case in IN_CI else [pytest.mark.slow])
+    for case in itertools.product(KINDS, FORMS, USES, ["inside", "after"])
+]
+
+
+@pytest.mark.parametrize("kind, form, use, where", CASES)
+def test_losses_are_those_of_one_device(kind, form, use, where):
+    losses = reference(kind, form, use)
+    parallel = dist.TensorParallel(harness.mesh(harness.fitted((1, 2))))
+    with contextlib.ExitStack() as scope:
+        scope.enter_context(parallel.scope())
+        model = make(kind, form)
+        if where == "after":
+            scope.close()
+        got = run(kind, use, model)
+    np.testing.assert_allclose(got, losses, rtol=1e-5)
+    assert model._planned_under is parallel
+    planned = {row.path: row.layout_axes for row in parallel.plan.variables}
+    report = dist.describe(model)
+    split = [row for row in report.rows if row.is_split]
+    assert split
+    for row in report.rows:
+        if row.role == "weight":
+            assert row.axes == planned[row.path]

@@ -1,0 +1,132 @@
+"""Checks of what a user hands over: each error says what to write instead."""
+
+import inspect
+
+from keras import Layer
+from keras.src.distribution import distribution_lib as keras_lib
+
+from keras_tp.distribution import device_mesh as meshes
+
+
+def check_distribution(value, name="distribution"):
+    """Raises `ValueError` unless a distribution can be used here.
+
+    Says, once, if there is one device only.
+
+    Args:
+        value: What is to be a `Distribution`, of keras_tp or of Keras.
+        name: String, name of the argument. Defaults to `"distribution"`.
+    """
+    if not isinstance(value, keras_lib.Distribution):
+        raise ValueError(
+            f"`{name}` must be a distribution, such as `TensorParallel()`. "
+            f"{_instead_of(value)}{_received(name, value)}"
+        )
+    mesh = value.device_mesh
+    if isinstance(mesh, keras_lib.DeviceMesh):
+        meshes.check_devices_of(mesh)
+        meshes.say_if_alone(mesh)
+
+
+def check_mesh(value, name="device_mesh"):
+    """Raises `ValueError` unless a value is a `DeviceMesh`.
+
+    Args:
+        value: What is to be a `DeviceMesh`, of keras_tp or of Keras.
+        name: String, name of the argument. Defaults to `"device_mesh"`.
+    """
+    if not isinstance(value, keras_lib.DeviceMesh):
+        raise ValueError(
+            f"Expect `{name}` to be an instance of `DeviceMesh`, such as "
+            f"`DeviceMesh((1, 4), ['batch', 'model'])`. {_instead_of(value)}"
+            f"{_received(name, value)}"
+        )
+
+
+def check_layout_map(value):
+    """Raises `ValueError` unless a value is a `LayoutMap` with a mesh.
+
+    Args:
+        value: What is to be a `LayoutMap`, of keras_tp or of Keras.
+    """
+    if value is None:
+        raise ValueError(
+            "You must specify a layout_map argument: write "
+            "`ModelParallel(layout_map=layout_map)`, or `TensorParallel()`, "
+            "which needs none. Received: layout_map=None"
+        )
+    if not isinstance(value, keras_lib.LayoutMap):
+        advice = _instead_of(value)
+        if isinstance(value, dict):
+            advice = (
+                "Write `layout_map = LayoutMap(device_mesh)`, and "
+                "`layout_map.update(...)` with this dict. "
+            )
+        raise ValueError(
+            "Argument `layout_map` must be a `LayoutMap` instance. "
+            f"{advice}{_received('layout_map', value)}"
+        )
+    if value.device_mesh is None:
+        raise ValueError(
+            "The LayoutMap of a ModelParallel needs a mesh: write "
+            "`LayoutMap(device_mesh)`. Received: layout_map.device_mesh=None"
+        )
+
+
+def check_model(value, function):
+    """Raises `ValueError` unless a value is a Keras model or layer.
+
+    Args:
+        value: What is to be a model.
+        function: String, name of the function that takes it.
+    """
+    if not isinstance(value, Layer):
+        raise ValueError(
+            f"`{function}` takes a Keras model that exists. Received: "
+            f"model={value!r} (of type {type(value)})"
+        )
+
+
+def _instead_of(value):
+    """Returns the sentence that says how to use a value, or nothing."""
+    # Imported late: a plan knows layout maps, which are checked here.
+    from keras_tp.distribution.planning.plan import ShardingPlan
+
+    if inspect.isclass(value) and issubclass(value, keras_lib.Distribution):
+        made = {
+            "ModelParallel": "ModelParallel(layout_map=layout_map)",
+        }.get(value.__name__, f"{value.__name__}()")
+        return f"Write `{made}`: an instance, not the class. "
+    if isinstance(value, keras_lib.DeviceMesh):
+        return (
+            "Write `TensorParallel(device_mesh)` to split a model over the "
+            "mesh, or `DataParallel(device_mesh)` to split its batches. "
+        )
+    if isinstance(value, keras_lib.LayoutMap):
+        return "Write `ModelParallel(layout_map=layout_map)`. "
+    if isinstance(value, ShardingPlan):
+        return "Write `TensorParallel(plan=plan)`. "
+    if isinstance(value, keras_lib.Distribution):
+        return "Write `distribution.device_mesh`. "
+    if isinstance(value, Layer):
+        return (
+            "Write `distribute_model(model, TensorParallel())` for a model "
+            "that exists. "
+        )
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (
+            "Write `TensorParallel(DeviceMesh((n,), ['model'], "
+            f"list_devices()[:n]))` for the first n={value} devices. "
+        )
+    if isinstance(value, (list, tuple)) and value:
+        return (
+            f"Write `TensorParallel(DeviceMesh(({len(value)},), ['model'], "
+            "devices))` for a list of devices. "
+        )
+    if isinstance(value, str):
+        return "Write `TensorParallel()` for a plan over all devices. "
+    return ""
+
+
+def _received(name, value):
+    return f"Received: {name}={value!r} (of type {type(value)})"

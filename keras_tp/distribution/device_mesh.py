@@ -1,0 +1,202 @@
+"""Meshes, and whether the devices that they name are here."""
+
+import collections
+import math
+import re
+import warnings
+
+import numpy as np
+from keras.src.distribution import distribution_lib as keras_lib
+
+from keras_tp import backend
+
+# A device of a kind that some machine has. Others have to be on this one.
+_KNOWN_DEVICE = re.compile(r"(cpu|gpu|tpu):\d+")
+
+# How often it was said that there is one device only: once in a process.
+_said_alone = []
+
+
+class DeviceMesh(keras_lib.DeviceMesh):
+    """A grid of devices with named axes.
+
+    As `keras.distribution.DeviceMesh`. Devices that are listed need not be on
+    this machine: a model can be planned for them. They are looked up when the
+    mesh is used: when a distribution with it is set or entered, or a value is
+    placed on it.
+
+    Args:
+        shape: Tuple of ints, number of devices along each axis.
+        axis_names: List of strings, one for each axis.
+        devices: List of device names, as many as the product of `shape`.
+            Defaults to all of `list_devices()`.
+
+    Raises:
+        ValueError: if the number of devices differs from that of the shape, a
+            device is listed twice, or a name is none of a device.
+    """
+
+    def __init__(self, shape, axis_names, devices=None):
+        if isinstance(shape, int):
+            raise ValueError(
+                "`shape` must be a tuple with the size of each axis: write "
+                f"`({shape},)` for one axis. Received: shape={shape}"
+            )
+        if isinstance(axis_names, str) and axis_names:
+            raise ValueError(
+                "`axis_names` must be a list with the name of each axis: write "
+                f"`[{axis_names!r}]` for one axis. Received: "
+                f"axis_names={axis_names!r}"
+            )
+        listed = devices is not None
+        devices = np.array(
+            listed_devices(devices)
+            if listed
+            else backend.distribution_lib.list_devices()
+        )
+        given = [str(device) for device in devices.flatten()]
+        count = math.prod(shape) if shape else 0
+        if count and len(shape) == len(axis_names) and count != len(given):
+            raise ValueError(
+                "Shape does not match the number of devices. A mesh of shape "
+                f"{tuple(shape)} has {count} devices, and {len(given)} are "
+                f"{'listed' if listed else 'available'}. "
+                f"{'' if listed else _way_out(count)}Received: "
+                f"shape={tuple(shape)}; devices={given}"
+            )
+        counted = collections.Counter(name.lower() for name in given)
+        repeated = [name for name, k in counted.items() if k > 1]
+        if repeated:
+            raise ValueError(
+                "A mesh can hold a device only once. Repeated: "
+                f"{repeated}. Received: devices={given}"
+            )
+        _check_devices(devices, lambda name: not _KNOWN_DEVICE.fullmatch(name))
+        super().__init__(shape, axis_names, devices)
+        # A mesh of the one device that was found is probably not meant.
+        self._is_alone = not listed and len(given) == 1
+
+    @property
+    def backend_mesh(self):
+        if not hasattr(self, "_backend_mesh"):
+            check_devices_of(self)
+            lib = backend.distribution_lib
+            self._backend_mesh = lib._to_backend_mesh(self)
+        return self._backend_mesh
+
+
+def listed_devices(devices):
+    """Returns `devices` as a list; `ValueError` unless it lists any.
+
+    Args:
+        devices: List, tuple or array of names, or of devices of the framework.
+    """
+    is_list = isinstance(devices, (list, tuple, np.ndarray))
+    if not is_list or not len(devices):
+        raise ValueError(
+            "`devices` must be a list of names as `list_devices()` returns "
+            f"them: {backend.distribution_lib.list_devices()[:4]}. Received: "
+            f"devices={devices!r}"
+        )
+    return list(devices)
+
+
+def check_devices_of(device_mesh):
+    """Raises `ValueError` if a device of a mesh is not here.
+
+    Args:
+        device_mesh: `DeviceMesh`, to be used from now on.
+    """
+    if not getattr(device_mesh, "_is_here", False):
+        _check_devices(device_mesh.devices, lambda name: True)
+        device_mesh._is_here = True
+
+
+def say_if_alone(device_mesh):
+    """Warns, once, that the mesh to be used is all of one device.
+
+    Args:
+        device_mesh: `DeviceMesh`. One whose device was listed is meant.
+    """
+    if not getattr(device_mesh, "_is_alone", False) or _said_alone:
+        return
+    _said_alone.append(device_mesh)
+    device = str(device_mesh.devices.flatten()[0])
+    warnings.warn(
+        f"There is one device here, {device!r}, so nothing is split. "
+        f"{_way_out(2)}If one device is meant, list it, and this is not said: "
+        f"`DeviceMesh({tuple(device_mesh.shape)}, "
+        f"{list(device_mesh.axis_names)}, [{device!r}])`.",
+        stacklevel=5,
+    )
+
+
+def warn_if_unsplit(device_mesh, axes):
+    """Warns that the axes which split variables have no devices to split over.
+
+    Args:
+        device_mesh: `DeviceMesh`; nothing is said of one device.
+        axes: List of strings, those of its axes that split variables.
+    """
+    count = math.prod(device_mesh.shape)
+    if count == 1:
+        return
+    names, shape = list(device_mesh.axis_names), list(device_mesh.shape)
+    if axes:
+        split = ", ".join(f"{name!r} of size 1" for name in axes)
+        why = f"the mesh axis that splits variables is {split}"
+        # The axis gets the devices of the largest one.
+        here, there = names.index(axes[0]), shape.index(max(shape))
+        shape[here], shape[there] = shape[there], shape[here]
+    else:
+        why = f"no mesh axis splits variables: {names} split batches"
+        names, shape = ["model"], [count]
+    warnings.warn(
+        f"Each of the {count} devices holds every variable whole: {why}. To "
+        f"split them, write `DeviceMesh({tuple(shape)}, {names})`. If only the "
+        "batch is to be split, `DataParallel()` does that, and this is not "
+        f"said. Received: device_mesh={device_mesh}",
+        stacklevel=4,
+    )
+
+
+def _check_devices(devices, is_asked):
+    """Raises `ValueError` if a device that is asked for is not here."""
+    names = devices.flatten().tolist()
+    # An object of the framework in use exists.
+    asked = [n for n in names if isinstance(n, str) and is_asked(n.lower())]
+    here = {}
+    for name in asked:
+        kind, _, number = name.lower().partition(":")
+        if kind not in here:
+            here[kind] = _devices_here(kind)
+        if name.lower() in here[kind]:
+            continue
+        if here[kind]:
+            numbers = [int(n.rpartition(":")[2]) for n in names if _number(n)]
+            count = max([n + 1 for n in numbers], default=len(names))
+            found = f"Devices of its type here: {here[kind]}. {_way_out(count)}"
+        else:
+            found = (
+                f"There are no devices of type {kind!r} here, only "
+                f"{backend.distribution_lib.list_devices()}. A mesh of others "
+                "is for plans; nothing can be placed on it. "
+            )
+        raise ValueError(
+            f"Unknown device {name!r}. {found}Received: devices={names}"
+        )
+
+
+def _number(name):
+    return isinstance(name, str) and name.rpartition(":")[2].isdigit()
+
+
+def _devices_here(kind):
+    try:
+        return backend.distribution_lib.list_devices(kind)
+    except ValueError:
+        return []
+
+
+def _way_out(count):
+    return backend.distribution_lib.how_to_launch(count) + " "

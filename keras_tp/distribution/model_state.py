@@ -1,0 +1,224 @@
+"""What a model has and belongs to, and when it is checked and planned."""
+
+import contextlib
+import gc
+import threading
+
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.distribution.distribution_lib import distribution
+from keras.src.models.model import Model
+
+from keras_tp import backend
+from keras_tp.distribution import origin
+from keras_tp.distribution.origin import scope_of
+
+
+class _Checking(threading.local):
+    """Whether a model is checked at this moment."""
+
+    now = False
+
+
+_checking = _Checking()
+
+
+def distribution_of(layer):
+    """Returns the distribution that a layer or model belongs to.
+
+    That is the one its weights were made under; before it has any, the one
+    that was set when it was made.
+
+    Args:
+        layer: A Keras layer or model.
+
+    Returns:
+        A `Distribution`; `None` if the weights are plain ones.
+
+    Raises:
+        ValueError: if a model's weights were made under several
+            distributions, or some of them under none.
+    """
+    made_under = {}
+    for variable in layer.weights:
+        value = origin.origin_of(variable).distribution
+        made_under.setdefault(id(value), (value, variable.path))
+    if len(made_under) > 1 and isinstance(layer, Model):
+        parts = "; ".join(
+            f"{path!r} under {value or 'no distribution'}"
+            for value, path in made_under.values()
+        )
+        raise ValueError(
+            f"The variables of model {layer.name!r} were made under different "
+            f"distributions: {parts}. Build all parts of a model under one "
+            "distribution, or call `keras_tp.distribution.distribute_model("
+            "model, distribution)` to move the whole model to one."
+        )
+    if not made_under:
+        return origin.made_under(layer)
+    return next(iter(made_under.values()))[0]
+
+
+@contextlib.contextmanager
+def entered(model):
+    """Makes a model's own distribution the current one for a while.
+
+    Args:
+        model: A Keras model. One that was made under no distribution and has
+            no weights yet uses the current setting.
+
+    Raises:
+        ValueError: if the model is a plain one and a distribution is set.
+    """
+    own = distribution_of(model)
+    current = distribution()
+    if own is None and current is not None and model.weights:
+        raise ValueError(
+            f"Model {model.name!r} was built before the distribution was set, "
+            "so its variables are on one device. Build the model under the "
+            "distribution, or move it there with "
+            f"`keras_tp.distribution.distribute_model(model)`. First such "
+            f"variable: {model.weights[0].path!r}. Received: {current}"
+        )
+    if own is None or own is current:
+        yield
+        return
+    with scope_of(own):
+        yield
+
+
+def check_model(model):
+    """Has the current distribution check, and plan, a model once.
+
+    Nothing is moved while a function is traced: then the model is checked
+    later. It is checked again when parts of it have been built since.
+    """
+    current = distribution()
+    if current is None or not hasattr(current, "check_model"):
+        return
+    if _checking.now or not may_move() or not model.weights:
+        return
+    if not current.can_check(model):
+        return
+    if _is_checked(model):
+        return
+    _checking.now = True
+    try:
+        current.check_model(model)
+    finally:
+        _checking.now = False
+    vars(model)["_checked_distribution"] = current, len(model.weights)
+
+
+def check_complete_model(model):
+    """As `check_model`, of a model whose layers are all built."""
+    # In this order: every call of a model comes by, and most find it checked.
+    if not _is_checked(model) and is_complete(model):
+        check_model(model)
+
+
+def _is_checked(model):
+    checked = distribution(), len(model.weights)
+    return vars(model).get("_checked_distribution") == checked
+
+
+def is_complete(model):
+    """Returns whether a model has all of its variables, and their values."""
+    if not all(layer.built for layer in model._flatten_layers()):
+        return False
+    weights = model.weights
+    return bool(weights) and all(v._value is not None for v in weights)
+
+
+def may_move():
+    """Returns whether variables may be moved now: in no trace, no scope."""
+    return (
+        not in_stateless_scope() and not backend.distribution_lib.is_tracing()
+    )
+
+
+def adopt_state(model):
+    """Replicates model state that has no layout.
+
+    An optimizer, a metric or random state that was made outside of the
+    model's distribution is on one device; it is small, and belongs to the
+    model from now on.
+    """
+    current = distribution()
+    if current is None:
+        return
+    for variable, role in state_of(model):
+        if variable._layout is None and variable._value is not None:
+            variable._origin = origin.Origin(role, None, current)
+            backend.distribution_lib.relayout_variable(
+                variable, current.get_variable_layout(variable)
+            )
+
+
+def state_of(model):
+    """Yields `(variable, role)` of what a model has beside its weights."""
+    weights = {id(variable) for variable in model.weights}
+    for variable in model.variables:
+        if id(variable) not in weights:
+            yield variable, origin.SEED
+    # KerasHub's sampler draws the tokens that `generate` returns.
+    for variable in getattr(getattr(model, "sampler", None), "variables", ()):
+        yield variable, origin.SEED
+    for variable in model.metrics_variables:
+        yield variable, origin.METRIC
+    if getattr(model, "optimizer", None) is not None:
+        for variable in model.optimizer.variables:
+            yield variable, origin.SLOT
+
+
+def plan_model_with(variable):
+    """Plans the outermost model that has a variable, if that is complete."""
+    if _checking.now or not may_move():
+        return
+    if not _complete_models_with(variable):
+        return
+    if backend.distribution_lib.num_processes() > 1:
+        # Models that are garbage may live on in some of the processes.
+        gc.collect()
+    found = _complete_models_with(variable)
+    parts = {
+        id(part)
+        for model in found
+        for part in (*model._flatten_layers(include_self=False), _inner(model))
+    }
+    for model in found:
+        if id(model) not in parts:
+            with entered(model):
+                check_model(model)
+
+
+def _complete_models_with(variable):
+    return [
+        model
+        for model in origin.live_models()
+        if _is_made(model)
+        and any(v is variable for v in model.weights)
+        and is_complete(model)
+    ]
+
+
+def _is_made(model):
+    """Returns whether `__init__` of a model has come to its end."""
+    return "_lock" in vars(model)
+
+
+def _inner(model):
+    """Returns the `Functional` that a `Sequential` keeps, or `None`."""
+    return getattr(model, "_functional", None)
+
+
+def forget_functions(layer):
+    """Drops what was compiled for other layouts, or other variables."""
+    for name in (
+        "train_function",
+        "test_function",
+        "predict_function",
+        # KerasHub's.
+        "generate_function",
+    ):
+        if hasattr(layer, name):
+            setattr(layer, name, None)

@@ -1,0 +1,84 @@
+"""Keeps the start-up messages of TensorFlow off the screen of a launched run.
+
+Keras imports TensorFlow on every backend if it is installed, for `tf.data`.
+TensorFlow's libraries write information to stderr before they read
+`TF_CPP_MIN_LOG_LEVEL`, so that variable alone does not keep it away.
+
+This is imported before Keras, and imports neither Keras nor a framework.
+"""
+
+import functools
+import importlib.util
+import os
+import re
+import sys
+import tempfile
+
+_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+# Set by the launcher in the processes that it starts.
+LAUNCHER = "KERAS_TP_LAUNCHER"
+_INFORMATION = re.compile(
+    rb"I\d{4} |.* I tensorflow/|To enable the following instructions: "
+    rb"|WARNING: All log messages before absl::InitializeLog\(\) is called"
+)
+
+
+def silence_tensorflow():
+    """Drops what TensorFlow says at its start, in a launched process.
+
+    Where there is a GPU, its warnings and errors are shown.
+    `TF_CPP_MIN_LOG_LEVEL=0` shows everything.
+    """
+    if not _is_launched() or "tensorflow" in sys.modules:
+        return
+    # Where there is no NVIDIA driver, it is no error that CUDA does not start.
+    level = "1" if os.path.exists("/dev/nvidiactl") else "3"
+    if os.environ.setdefault(_LEVEL, level) != "0":
+        sys.meta_path.insert(0, _Finder)
+
+
+class _Finder:
+    """Finds TensorFlow, for an import without its start-up messages."""
+
+    is_searching = False
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name != "tensorflow" or cls.is_searching:
+            return None
+        cls.is_searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            cls.is_searching = False
+        if spec is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = functools.partial(_quietly, execute)
+        return spec
+
+
+def _quietly(execute, module):
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            execute(module)
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            said.seek(0)
+            for line in said:
+                if not _INFORMATION.match(line):
+                    os.write(2, line)
+
+
+def _is_launched():
+    arguments = sys.orig_argv
+    return LAUNCHER in os.environ or ("-m", "keras_tp.launch") in zip(
+        arguments, arguments[1:]
+    )
+
+
+silence_tensorflow()
