@@ -1,0 +1,319 @@
+"""Runs tests of Keras in this process, each with a distribution active.
+
+`keras_suite.py` starts it; it is a script, and the plugin that this script
+loads into pytest. What to do stands in the environment variable
+KERAS_TP_SUITE, as JSON: see `settings`. For each test one line of JSON is
+appended to `rows.<index of the process>`. On torch every process runs the same
+tests, and goes on to the next one when all have ended this one.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import random
+import shutil
+import sys
+import tempfile
+import time
+import types
+import zlib
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+# Longer texts of errors are cut.
+ERROR_LENGTH = 3000
+# How this process ends where the processes of a run are not in step any more.
+OUT_OF_STEP = 77
+
+
+def settings():
+    """Returns what this process was told to do.
+
+    A dict: `distribution`, `devices`, `source` (the folder that ids of tests
+    begin in), `scratch` (a folder of all processes), `done` (tests not to run
+    again), `only` (tests to run; `None` for all), `limit` (seconds that a
+    process waits for the others).
+    """
+    return json.loads(os.environ["KERAS_TP_SUITE"])
+
+
+def make_distribution(name, devices):
+    """Returns a new distribution over the first devices.
+
+    Args:
+        name: `"data"`, `"map"` or `"tensor"`.
+        devices: Int, number of devices.
+    """
+    from keras_tp import distribution
+    from keras_tp.distribution import origin
+    from keras_tp.distribution import tensor_parallel
+
+    class SplitAll(distribution.ModelParallel):
+        """Splits every weight along its largest dim that divides."""
+
+        def get_variable_layout(self, variable):
+            layout = super().get_variable_layout(variable)
+            is_weight = origin.origin_of(variable).role == origin.WEIGHT
+            if variable._layout is not None or not is_weight:
+                return layout
+            if any(layout.axes):
+                return layout
+            axes = tensor_parallel._largest_dim_split(
+                tuple(variable.shape), self.device_mesh
+            )
+            return distribution.TensorLayout(axes, self.device_mesh)
+
+    names = distribution.list_devices()[:devices]
+    if len(names) < devices:
+        raise RuntimeError(f"{devices} devices are wanted; there are {names}")
+    if name == "data":
+        return distribution.DataParallel(devices=names)
+    if name == "tensor":
+        return distribution.TensorParallel(
+            distribution.DeviceMesh((devices,), ["model"], names)
+        )
+    shape = (1, 2) if devices == 2 else (2, devices // 2)
+    mesh = distribution.DeviceMesh(shape, ["batch", "model"], names)
+    return SplitAll(layout_map=distribution.LayoutMap(mesh))
+
+
+class Plugin:
+    """Sets the distribution around each test and writes what came of it."""
+
+    def __init__(self):
+        given = settings()
+        self.name = given["distribution"]
+        self.devices = given["devices"]
+        self.limit = given["limit"]
+        self.done = set(given["done"])
+        self.only = given["only"] and set(given["only"])
+        scratch = pathlib.Path(given["scratch"])
+        self.shared = scratch / "shared"
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.results = scratch / f"rows.{self.rank}"
+        self.running = scratch / f"running.{self.rank}"
+        self.reports = []
+        self.kept = True
+        self.made = 0
+        self.folder = ""
+        seed_all("collection")
+        if self.world_size > 1:
+            self.share_folders()
+
+    @pytest.hookimpl
+    def pytest_configure(self, config):
+        config.addinivalue_line(
+            "markers", "requires_trainable_backend: all backends here are"
+        )
+
+    @pytest.hookimpl
+    def pytest_collection_modifyitems(self, config, items):
+        wanted = [item for item in items if self.is_wanted(item.nodeid)]
+        others = [item for item in items if not self.is_wanted(item.nodeid)]
+        items[:] = wanted
+        config.hook.pytest_deselected(items=others)
+
+    def is_wanted(self, test):
+        if test in self.done:
+            return False
+        return self.only is None or test in self.only
+
+    @pytest.hookimpl
+    def pytest_collectreport(self, report):
+        if report.failed and report.nodeid not in self.done:
+            self.write(report.nodeid, "failed", 0, error_of(report))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item, nextitem):
+        self.running.write_text(item.nodeid)
+        self.reports = []
+        self.kept = True
+        self.made = 0
+        digest = hashlib.sha256(item.nodeid.encode()).hexdigest()
+        self.folder = digest[:16]
+        seed_all(item.nodeid)
+        begin = time.monotonic()
+        result = yield
+        outcome, error = outcome_of(self.reports)
+        seconds = time.monotonic() - begin
+        self.write(item.nodeid, outcome, seconds, error)
+        self.running.write_text("")
+        if self.world_size > 1:
+            self.meet(outcome)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        # A test of a `TestCase` is set up in its call.
+        if self.name == "none":
+            return (yield)
+        import keras
+
+        from keras_tp import distribution
+
+        value = make_distribution(self.name, self.devices)
+        distribution.set_distribution(value)
+        try:
+            return (yield)
+        finally:
+            self.kept = keras.distribution.distribution() is value
+            distribution.set_distribution(None)
+
+    @pytest.hookimpl
+    def pytest_runtest_logreport(self, report):
+        self.reports.append(report)
+
+    def write(self, test, outcome, seconds, error):
+        row = {
+            "test": test,
+            "outcome": outcome,
+            "seconds": round(seconds, 2),
+            "kept": self.kept,
+            "error": error,
+        }
+        with open(self.results, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def share_folders(self):
+        """Gives all processes the temporary folders that a test asks for."""
+        make, remove = tempfile.mkdtemp, shutil.rmtree
+
+        def mkdtemp(suffix=None, prefix=None, dir=None):
+            if not called_by_test():
+                return make(suffix, prefix, dir)
+            self.made += 1
+            name = f"{prefix or 'tmp'}{self.folder}_{self.made}{suffix or ''}"
+            folder = self.shared / name
+            folder.mkdir(parents=True, exist_ok=True)
+            return str(folder)
+
+        def rmtree(path, *args, **kwargs):
+            # Another process may still read there; all of it is removed in
+            # the end.
+            if not str(path).startswith(str(self.shared)):
+                remove(path, *args, **kwargs)
+
+        tempfile.mkdtemp = mkdtemp
+        shutil.rmtree = rmtree
+
+    def meet(self, outcome):
+        """Waits for the other processes; ends where they are out of step."""
+        folder = self.shared / "steps"
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f"{self.folder}.{self.rank}.part"
+        beside.write_text(outcome)
+        beside.rename(folder / f"{self.folder}.{self.rank}")
+        until = time.monotonic() + self.limit
+        theirs = {}
+        while len(theirs) < self.world_size:
+            for rank in range(self.world_size):
+                path = folder / f"{self.folder}.{rank}"
+                if rank not in theirs and path.exists():
+                    theirs[rank] = path.read_text()
+            if time.monotonic() > until:
+                break
+            time.sleep(0.002)
+        if len(theirs) < self.world_size or len(set(theirs.values())) > 1:
+            sys.stdout.flush()
+            os._exit(OUT_OF_STEP)
+
+
+def called_by_test():
+    """Returns whether a folder is for a test, not for Keras's own use."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename == tempfile.__file__:
+        frame = frame.f_back
+    return frame.f_code.co_filename.endswith(("_test.py", "/test_case.py"))
+
+
+def outcome_of(reports):
+    """Returns `(outcome, text of the error)` of the reports of one test."""
+    failed = [report for report in reports if report.failed]
+    if failed:
+        return "failed", error_of(failed[0])
+    skipped = [report for report in reports if report.skipped]
+    if skipped:
+        return "skipped", str(skipped[0].longrepr)
+    return "passed", ""
+
+
+def error_of(report):
+    """Returns what went wrong, in a line, and the end of the traceback."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = str(report.longrepr)
+    message = crash.message if crash else text.rstrip().splitlines()[-1]
+    first = " ".join(message.split())[:300]
+    return f"{first}\n{text[-ERROR_LENGTH:]}"
+
+
+def seed_all(text):
+    """Seeds what tests draw from without a seed, alike in each process."""
+    seed = zlib.crc32(text.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def make_generators_alike():
+    """Gives `np.random.default_rng()` a seed from numpy's global state."""
+    original = np.random.default_rng
+
+    def default_rng(seed=None):
+        if seed is None:
+            seed = np.random.randint(2**31)
+        return original(seed)
+
+    np.random.default_rng = default_rng
+
+
+def conftest_of_keras():
+    """Returns what tests import from Keras's own `conftest`."""
+    module = types.ModuleType("conftest")
+
+    def skip_if_backend(given_backend, reason):
+        backend = os.environ["KERAS_BACKEND"]
+        return pytest.mark.skipif(backend == given_backend, reason=reason)
+
+    module.skip_if_backend = skip_if_backend
+    return module
+
+
+def main():
+    given = settings()
+    rank = int(os.environ.get("RANK", "0"))
+    if rank:
+        output = open(f"{given['scratch']}/output.{rank}", "a", buffering=1)
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    # Not from here; Keras's wheel does not have it.
+    sys.modules["conftest"] = conftest_of_keras()
+    sys.path[0] = str(ROOT)
+    make_generators_alike()
+    if given["distribution"] != "none":
+        # TensorFlow's virtual devices are made when it is imported.
+        import keras_tp  # noqa: F401
+    source = given["source"]
+    code = pytest.main(
+        [
+            *("-c", os.devnull, "-p", "no:cacheprovider"),
+            *("--rootdir", source, "--confcutdir", source),
+            *("-q", "--no-header", "--tb=short", "-W", "ignore"),
+            "--continue-on-collection-errors",
+            *sys.argv[1:],
+        ],
+        plugins=[Plugin()],
+    )
+    ended = (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.TESTS_FAILED,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    )
+    # torchrun ends all processes with the first that fails.
+    return 0 if code in ended else int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
