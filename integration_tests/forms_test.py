@@ -249,6 +249,23 @@ def loop_on_tensorflow(model, x, y):
     return losses
 
 
+def by_function(model, x, y):
+    """A step in a `tf.function`, which makes the variables in its trace."""
+    import tensorflow as tf
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        variables = model.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        model.optimizer.apply_gradients(zip(gradients, variables))
+        return loss
+
+    x, y = tf.constant(x), tf.constant(y)
+    return [float(step(x, y)) for _ in range(STEPS)]
+
+
 def loop_on_torch(model, x, y):
     import torch
 
@@ -273,6 +290,8 @@ USES = {
     "train_on_batch": by_batch,
     "loop": globals()[f"loop_on_{keras.config.backend()}"],
 }
+if keras.config.backend() == "tensorflow":
+    USES["function"] = by_function
 
 
 def make(kind, form):
@@ -299,7 +318,7 @@ def reference(kind, form, use):
 IN_CI = {
     *itertools.product(["dense"], FORMS, USES, ["inside", "after"]),
     *itertools.product(KINDS, ["subclassed"], ["fit"], ["after"]),
-    *itertools.product(KINDS, ["sequential"], ["loop"], ["after"]),
+    *itertools.product(KINDS, ["sequential"], ["loop", "function"], ["after"]),
 }
 CASES = [
     pytest.param(*case, marks=[] if case in IN_CI else [pytest.mark.slow])

@@ -12,10 +12,12 @@ without a distribution (`--distribution none`) has to pass under
 
 or stand in `keras_suite_listed.py`, with a reason. Results are appended to
 `build/keras_suite/<backend>_<distribution>_<devices>.jsonl`, a line for each
-test; a file that is in there is not run again, unless `--fresh` is given. A
-process runs `--batch` files. Where it crashes, or a test takes longer than
-`--limit` seconds, that test is recorded as crashed, and the next process goes
-on after it. On torch, every process of a run is given the same tests.
+test; a file that is in there is not run again, unless `--fresh` is given, and
+`--failed` runs the tests again that failed. Of the tests that do not pass, it
+is found out by a run without a distribution whether they should. A process
+runs `--batch` files. Where it crashes, or a test takes longer than `--limit`
+seconds, that test is recorded as crashed, and the next process goes on after
+it. On torch, every process of a run is given the same tests.
 """
 
 import argparse
@@ -150,7 +152,10 @@ def run_files(
         `(names, seconds)` of each batch, after it ended.
     """
     pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-    done = done_files(run, folder)
+    if only is None:
+        done = done_files(run, folder)
+    else:
+        done = set(files) - {test.split("::")[0] for test in only}
     left = [name for name in files if name not in done]
     for begin in range(0, len(left), max(batch, 1)):
         names = left[begin : begin + batch]
@@ -159,17 +164,19 @@ def run_files(
             run, names, folder, limit, output, source or source_folder(), only
         ):
             pass
-        _append(run, folder, [{"done": name} for name in names])
+        if only is None:
+            _append(run, folder, [{"done": name} for name in names])
         yield names, time.monotonic() - started
 
 
-def forget(run, files, folder):
-    """Removes the results of some files."""
+def forget(run, folder, files=(), tests=()):
+    """Removes the results of some files, and of some tests."""
     path = run.path(folder)
     kept = [
         row
         for row in read_rows(path)
         if row.get("done", row.get("test", "").split("::")[0]) not in files
+        and row.get("test") not in tests
     ]
     if path.exists():
         path.write_text("".join(json.dumps(row) + "\n" for row in kept))
@@ -326,22 +333,33 @@ def compare(backend, distribution, devices, folder):
 
     Returns:
         Dict of file name to a dict of test id to `"passed"`, `"listed"`,
-        `"failed"` or `"skipped"`; of the tests that both were run for.
+        `"failed"` or `"skipped"`.
     """
     plain = results_of(Run(backend, "none", devices), folder)
     rows = results_of(Run(backend, distribution, devices), folder)
     found = collections.defaultdict(dict)
     for test, row in rows.items():
-        if test not in plain:
-            continue
         outcome = row["outcome"]
-        if plain[test]["outcome"] != "passed":
+        if outcome != "passed" and test not in plain:
+            outcome = "failed"
+        elif test in plain and plain[test]["outcome"] != "passed":
             outcome = "skipped"
         elif outcome != "passed":
             reason = keras_suite_listed.reason_for(test, backend, distribution)
             outcome = "listed" if reason else "failed"
         found[test.split("::")[0]][test] = outcome
     return found
+
+
+def unexplained(run, folder):
+    """Returns the tests that did not pass, and were not run without a
+    distribution."""
+    plain = results_of(Run(run.backend, "none", run.devices), folder)
+    return [
+        test
+        for test, row in results_of(run, folder).items()
+        if row["outcome"] != "passed" and test not in plain
+    ]
 
 
 def counts_of(outcomes):
@@ -433,6 +451,31 @@ def write_table(backend, devices, folder):
     return path
 
 
+def _run_and_tell(run, files, options, only):
+    """Runs files, or some of their tests, and prints a line for each batch."""
+    with open(options.output or os.devnull, "a") as output:
+        for names, seconds in run_files(
+            run,
+            files,
+            options.results,
+            options.limit,
+            options.batch,
+            output,
+            only=only,
+        ):
+            counter = collections.Counter(
+                row["outcome"]
+                for test, row in results_of(run, options.results).items()
+                if test.split("::")[0] in names
+            )
+            Console().print(
+                f"{run.distribution}: {names[0]} ... {names[-1]}, "
+                f"{seconds:.0f} s: {dict(counter)}",
+                soft_wrap=True,
+                highlight=False,
+            )
+
+
 COLUMNS = "passed / listed / failed / skipped"
 
 
@@ -454,6 +497,7 @@ def main(argv=None):
     )
     add("--results", default=str(ROOT / "build" / "keras_suite"))
     add("--fresh", action="store_true", help="run again what was run")
+    add("--failed", action="store_true", help="run again what failed")
     add("--batch", type=int, default=12, help="files of one process")
     add("--limit", type=int, default=240, help="seconds that a test may take")
     add(
@@ -473,29 +517,24 @@ def main(argv=None):
     console = Console()
     for name in options.distribution:
         run = Run(options.backend, name, options.devices)
-        if options.fresh:
-            forget(run, files, options.results)
-        with open(options.output or os.devnull, "a") as output:
-            for names, seconds in run_files(
-                run,
-                files,
-                options.results,
-                options.limit,
-                options.batch,
-                output,
-            ):
-                rows = results_of(run, options.results)
-                counter = collections.Counter(
-                    row["outcome"]
-                    for test, row in rows.items()
-                    if test.split("::")[0] in names
+        only = None
+        if options.failed:
+            only = [
+                test
+                for of, test, _ in failures_of(
+                    options.backend, options.devices, options.results
                 )
-                console.print(
-                    f"{name}: {names[0]} ... {names[-1]}, {seconds:.0f} s: "
-                    f"{dict(counter)}",
-                    soft_wrap=True,
-                    highlight=False,
-                )
+                if of == name and test.split("::")[0] in files
+            ]
+            forget(run, options.results, tests=only)
+        elif options.fresh:
+            forget(run, options.results, files)
+        _run_and_tell(run, files, options, only)
+        if name != "none":
+            plain = run._replace(distribution="none")
+            suspect = unexplained(run, options.results)
+            names = sorted({test.split("::")[0] for test in suspect})
+            _run_and_tell(plain, names, options, suspect)
     if options.table or options.distribution:
         show_table(options.backend, options.devices, options.results)
     if options.write:

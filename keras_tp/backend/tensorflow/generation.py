@@ -19,7 +19,7 @@ def hook_make_generate_function(original):
     def make_generate_function(self):
         if distribution() is None or self.generate_function is not None:
             return original(self)
-        training.refuse_jit_compile(self)
+        training.without_jit_compile(self)
         run = training.run_on_mesh(original(self))
 
         def generate_function(inputs, stop_token_ids=None):

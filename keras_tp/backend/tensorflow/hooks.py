@@ -5,8 +5,10 @@ import functools
 from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.tensorflow import batches
+from keras_tp.backend.tensorflow import functions
 from keras_tp.backend.tensorflow import generation
 from keras_tp.backend.tensorflow import ops
+from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
 from keras_tp.backend.tensorflow import training
 from keras_tp.backend.tensorflow import variables
@@ -99,14 +101,11 @@ TABLE = [
         variables.hook_direct_assign,
         "what is assigned gets the layout of the variable",
     ),
-    *(
-        Hook(
-            _VARIABLE,
-            name,
-            variables.hook_assign_change,
-            "what is added to a variable gets its layout",
-        )
-        for name in ("assign_add", "assign_sub")
+    Hook(
+        "keras.src.backend.tensorflow.core",
+        "custom_gradient",
+        lambda original: placement.custom_gradient,
+        "a gradient of the user's own runs on the mesh of its function",
     ),
     Hook(
         "keras.src.backend",
@@ -125,6 +124,14 @@ TABLE = [
         "capture",
         training.hook_capture,
         "a tensor that a layer made when it was built is on the mesh",
+    ),
+    Hook(
+        "tensorflow.python.eager.polymorphic_function"
+        ".polymorphic_function:Function",
+        "__call__",
+        functions.hook_call,
+        "a tf.function of the user's own that reads a split variable runs on "
+        "the mesh",
     ),
     Hook(
         _TRAINER,

@@ -27,9 +27,11 @@ def _on_mesh(rule):
         def function(*args, **kwargs):
             if placement.current_mesh() is not None:
                 return rule(original, *args, **kwargs)
-            # Traced off the mesh, it is the shape that is asked for.
+            # Traced off the mesh, it is the shape that is asked for; and a
+            # variable is read whole there.
             for x in args if tf.executing_eagerly() else ():
-                if placement.is_dtensor(x):
+                is_variable = isinstance(x, dtensor.DVariable)
+                if placement.is_dtensor(x) and not is_variable:
                     with placement.on_mesh(dtensor.fetch_layout(x).mesh):
                         return rule(original, *args, **kwargs)
             return original(*args, **kwargs)

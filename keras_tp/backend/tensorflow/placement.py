@@ -1,6 +1,7 @@
 """Values on the devices of a mesh, and back on the host."""
 
 import contextlib
+import functools
 import threading
 import warnings
 
@@ -59,7 +60,7 @@ def batch_axis():
 
 
 def custom_gradient(function):
-    """As `tf.custom_gradient`; the gradient runs on the mesh of the function.
+    """As `tf.custom_gradient`; the gradient runs on the mesh of the call.
 
     A loop of the user's own asks for gradients when the mesh has been left.
 
@@ -67,16 +68,17 @@ def custom_gradient(function):
         function: Callable of tensors that returns its result and a function
             of the result's gradient.
     """
-    entered = getattr(_state, "current", None)
 
-    def with_gradient(*args):
-        result, gradient = function(*args)
+    @functools.wraps(function)
+    def with_gradient(*args, **kwargs):
+        entered = getattr(_state, "current", None)
+        result, gradient = function(*args, **kwargs)
 
-        def gradient_on_mesh(*upstream):
+        def gradient_on_mesh(*upstream, **kwargs):
             if entered is None or current_mesh() is not None:
-                return gradient(*upstream)
+                return gradient(*upstream, **kwargs)
             with on_mesh(*entered):
-                return gradient(*upstream)
+                return gradient(*upstream, **kwargs)
 
         return result, gradient_on_mesh
 
@@ -199,6 +201,11 @@ def place_parts(part_of, shape, layout):
         return dtensor.pack(parts, layout)
 
 
+def dtensor_of(variable):
+    """Returns the value of a `dtensor.DVariable` as it lies on the devices."""
+    return dtensor.DVariable.read_value(variable)
+
+
 def local_parts(tensor):
     """Returns what this process's devices hold of a DTensor.
 
@@ -209,7 +216,7 @@ def local_parts(tensor):
         List of `(device_id, slices, array)`; see `shard_slices`.
     """
     if isinstance(tensor, dtensor.DVariable):
-        tensor = tensor.read_value()
+        tensor = dtensor_of(tensor)
     layout = dtensor.fetch_layout(tensor)
     shape = tuple(tensor.shape)
     return [
@@ -223,7 +230,7 @@ def local_parts(tensor):
 def read(tensor):
     """Returns the whole of a DTensor or a `dtensor.DVariable` as an array."""
     if isinstance(tensor, dtensor.DVariable):
-        tensor = tensor.read_value()
+        tensor = dtensor_of(tensor)
     layout = dtensor.fetch_layout(tensor)
     mesh = layout.mesh
     if (
@@ -396,14 +403,21 @@ def enter_mesh(value, mesh, axis):
         mesh: `dtensor.Mesh`.
         axis: String, mesh axis that splits the first dim, or `None`.
     """
-    if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
-        return place_batch(value, mesh, axis)
+    if is_dtensor(value):
+        return value
 
     @tf.custom_gradient
     def enter(x):
         return place_batch(x, mesh, axis), to_host
 
-    return value if is_dtensor(value) else enter(value)
+    is_tensor = isinstance(value, tf.Tensor)
+    if is_tensor and value.dtype.is_floating:
+        placed = enter(value)
+    else:
+        placed = place_batch(value, mesh, axis)
+    if placed is not value and is_tensor:
+        _copy_notes(value, placed, lambda x: enter_mesh(x, mesh, axis))
+    return placed
 
 
 def leave_mesh(value):
@@ -420,7 +434,12 @@ def leave_mesh(value):
         return to_host(x), lambda dy: place(dy, layout)
 
     plain = leave(value) if value.dtype.is_floating else to_host(value)
-    for name in ("_keras_mask", "_keras_logits"):
-        if getattr(value, name, None) is not None:
-            setattr(plain, name, leave_mesh(getattr(value, name)))
+    _copy_notes(value, plain, leave_mesh)
     return plain
+
+
+def _copy_notes(tensor, copy, move):
+    """Gives a copy what Keras notes of a tensor, moved to where that is."""
+    for name in ("_keras_mask", "_keras_logits"):
+        if getattr(tensor, name, None) is not None:
+            setattr(copy, name, move(getattr(tensor, name)))

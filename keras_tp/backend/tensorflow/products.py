@@ -31,6 +31,34 @@ def tensordot(original, a, b, axes, name=None):
     return tf.einsum(f"{letters}y,yz->{letters}z", a, b)
 
 
+def einsum(original, equation, *inputs, **kwargs):
+    """With a letter for each dim that `...` stands for.
+
+    DTensor expands it itself only where all inputs have as many dims.
+    """
+    inputs = [tf.convert_to_tensor(x) for x in inputs]
+    if "..." in equation:
+        equation = _spelled_out(equation, [len(x.shape) for x in inputs])
+    return original(equation, *inputs, **kwargs)
+
+
+def _spelled_out(equation, ranks):
+    equation = equation.replace(" ", "")
+    terms, _, result = equation.partition("->")
+    terms = terms.split(",")
+    extra = [
+        rank - len(term.replace("...", ""))
+        for term, rank in zip(terms, ranks)
+        if "..." in term
+    ]
+    unused = [x for x in string.ascii_letters if x not in equation]
+    dims = unused[: max(extra)]
+    if "->" not in equation or len(set(extra)) > 1:
+        # Broadcast, or an order of the result that follows from the letters.
+        return equation
+    return equation.replace("...", "".join(dims))
+
+
 def _may_be_split_within(a):
     specs = placement.specs_of(a)
     if specs is None:
@@ -90,5 +118,6 @@ RULES = [
         "DTensor gathers the gradient of heads that stay whole",
     ),
     ("tensorflow", "matmul", matmul, "DTensor has no BatchMatMulV3"),
+    ("tensorflow", "einsum", einsum, "DTensor broadcasts no ellipsis"),
     ("tensorflow", "tensordot", tensordot, "DTensor gathers what is joined"),
 ]

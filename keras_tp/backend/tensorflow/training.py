@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 import weakref
 
 import tensorflow as tf
@@ -17,10 +18,13 @@ from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import batches
 from keras_tp.backend.tensorflow import errors
+from keras_tp.backend.tensorflow import functions
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
 from keras_tp.backend.tensorflow import variables
 
+# Where a batch has no tensor: an input that is optional.
+_NONE_SPEC = type(tf.type_spec_from_value(None))
 # The outputs of a model's last step, as long as nothing has waited for it.
 _running = weakref.WeakKeyDictionary()
 
@@ -45,7 +49,7 @@ def step_on_mesh(model, step):
         Callable that is given a batch as the data pipeline yields it. It does
         not wait for what it returns, which are DTensors.
     """
-    refuse_jit_compile(model)
+    without_jit_compile(model)
 
     @tf.autograph.experimental.do_not_convert
     def one_step(data):
@@ -58,15 +62,20 @@ def step_on_mesh(model, step):
     return run_on_mesh(one_step)
 
 
-def refuse_jit_compile(model):
-    """Raises `ValueError` if a model was compiled for XLA."""
+def without_jit_compile(model):
+    """Runs a model that was compiled for XLA without it, with a warning.
+
+    As Keras does with a model that XLA cannot compile.
+    """
     if model.jit_compile and not model.run_eagerly:
-        raise ValueError(
-            "DTensor expands a step into one program for each device and "
-            "cannot hand it to XLA as a whole: compile model "
-            f"{model.name!r} with `jit_compile=False` to train it under a "
-            "distribution. Received: jit_compile=True"
+        warnings.warn(
+            f"Model {model.name!r} does not support `jit_compile=True` under a "
+            "distribution: DTensor expands a step into one program for each "
+            "device and cannot hand it to XLA as a whole. Proceeding with "
+            "`jit_compile=False`.",
+            stacklevel=2,
         )
+        model.jit_compile = False
 
 
 def run_on_mesh(step):
@@ -96,6 +105,8 @@ def hook_capture(original):
     @functools.wraps(original)
     def capture(self, tensor, *args, **kwargs):
         mesh = placement.current_mesh()
+        if mesh is None:
+            functions.check_captured(tensor)
         if mesh is None or not _is_value(tensor):
             return original(self, tensor, *args, **kwargs)
         # One of them, however often it is used.
@@ -258,7 +269,8 @@ def hook_maybe_symbolic_build(original):
 
         def symbolic(x):
             if x is None or isinstance(
-                x, (tf.experimental.Optional, tf.OptionalSpec)
+                x,
+                (tf.experimental.Optional, tf.OptionalSpec, _NONE_SPEC),
             ):
                 return None
             return x if hasattr(x, "dtype") else tf.convert_to_tensor(x)

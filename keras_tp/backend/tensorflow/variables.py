@@ -16,14 +16,65 @@ from keras_tp.backend.tensorflow import processes
 class ShardedVariable(dtensor.DVariable):
     """A `DVariable` that can be read wherever its parts are.
 
-    TensorFlow reads one only where each device holds all of it.
+    TensorFlow reads one only where each device holds all of it, and mixes a
+    DTensor with no other tensor. Off the mesh, in code of the user's own, an
+    eager read gives the whole value as a plain tensor. A gradient that arrives
+    at it goes on to the devices of the mesh.
     """
+
+    @property
+    def handle(self):
+        return self._held
+
+    @property
+    def _handle(self):
+        # What TensorFlow's generated operations look for. With no handle they
+        # read the variable by `value`.
+        return None if _is_read_whole() else self._held
+
+    @_handle.setter
+    def _handle(self, handle):
+        self._held = handle
+
+    def value(self):
+        value = super().value()
+        return placement.leave_mesh(value) if _is_read_whole() else value
+
+    def read_value(self):
+        value = super().read_value()
+        return placement.leave_mesh(value) if _is_read_whole() else value
+
+    def assign(self, value, *args, **kwargs):
+        with dtensor.default_mesh(self.layout.mesh):
+            return super().assign(self._placed(value), *args, **kwargs)
+
+    def assign_add(self, delta, *args, **kwargs):
+        with dtensor.default_mesh(self.layout.mesh):
+            return super().assign_add(self._placed(delta), *args, **kwargs)
+
+    def assign_sub(self, delta, *args, **kwargs):
+        with dtensor.default_mesh(self.layout.mesh):
+            return super().assign_sub(self._placed(delta), *args, **kwargs)
+
+    def _placed(self, value):
+        """Returns an eager value of the variable's shape in its layout."""
+        value = getattr(value, "_value", value)
+        if not tf.executing_eagerly() or tuple(np.shape(value)) != tuple(
+            self.shape
+        ):
+            return value
+        return tf.cast(placement.place(value, self.layout), self.dtype)
 
     def numpy(self):
         return placement.read(self)
 
     def __array__(self, dtype=None, copy=None):
         return np.asarray(placement.read(self), dtype=dtype)
+
+
+def _is_read_whole():
+    on_mesh = dtensor.get_default_mesh() or placement.current_mesh()
+    return tf.executing_eagerly() and on_mesh is None
 
 
 def is_distributed(variable):
@@ -74,11 +125,11 @@ def _whole(value):
 
 
 def _variable(variable, value):
-    mesh = dtensor.fetch_layout(value).mesh
-    with tf.init_scope(), dtensor.default_mesh(mesh):
-        return ShardedVariable(
-            value, trainable=variable.trainable, name=variable.name
-        )
+    with tf.init_scope():
+        with dtensor.default_mesh(dtensor.fetch_layout(value).mesh):
+            return ShardedVariable(
+                value, trainable=variable.trainable, name=variable.name
+            )
 
 
 @contextlib.contextmanager
@@ -155,34 +206,16 @@ def hook_direct_assign(original):
     def _direct_assign(self, value):
         if not is_distributed(self):
             return original(self, value)
-        layout = self._value.layout
-        if tf.executing_eagerly():
-            if not placement.is_dtensor(value):
-                with tf.device("CPU:0"):
-                    value = tf.cast(value, self._value.dtype)
-                processes.same_array(np.asarray(value))
-            value = placement.place(value, layout)
-        value = tf.cast(value, self._value.dtype)
-        with dtensor.default_mesh(layout.mesh):
-            self._value.assign(value)
+        value = getattr(value, "_value", value)
+        if tf.executing_eagerly() and not placement.is_dtensor(value):
+            with tf.device("CPU:0"):
+                value = tf.cast(value, self._value.dtype)
+            processes.same_array(np.asarray(value))
+        elif not tf.executing_eagerly():
+            value = tf.cast(value, self._value.dtype)
+        self._value.assign(value)
 
     return _direct_assign
-
-
-def hook_assign_change(original):
-    """`assign_add` and `assign_sub`: a plain value is placed first."""
-
-    @functools.wraps(original)
-    def assign_change(self, value):
-        if not is_distributed(self) or not tf.executing_eagerly():
-            return original(self, value)
-        layout = self._value.layout
-        if getattr(value, "shape", ()) == tuple(self.shape):
-            value = placement.place(getattr(value, "_value", value), layout)
-        with dtensor.default_mesh(layout.mesh):
-            return original(self, value)
-
-    return assign_change
 
 
 def hook_convert_to_numpy(original):
