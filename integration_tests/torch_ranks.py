@@ -49,6 +49,7 @@ SHARED = [
             "torch_data",
             "torch_models",
             "torch_ops",
+            "torch_reading",
             "torch_shards",
             "training",
             "zero",

@@ -102,6 +102,12 @@ TABLE = [
         "what is assigned gets the layout of the variable",
     ),
     Hook(
+        "tensorflow.dtensor.python.dtensor_device:DTensorDevice",
+        "_experimental_default_mesh",
+        placement.hook_default_mesh,
+        "an error in a step does not leave the mesh entered for what follows",
+    ),
+    Hook(
         "keras.src.backend.tensorflow.core",
         "custom_gradient",
         lambda original: placement.custom_gradient,

@@ -128,26 +128,37 @@ def convolution(
     """Of windows where the kernel is split, or where there is no other way.
 
     DTensor has no convolution of one dim, and TensorFlow's CPU kernels no
-    gradient of a dilated one. Groups, and channels that come first, are
-    convolved whole.
+    gradient of a dilated one, or of one of three dims that has groups. Groups,
+    and channels that come first, are convolved whole.
     """
     rank = len(input.shape) - 2
     axes = _split_channels(filters)
-    no_other_way = rank == 1 or max(windows.per_dim(dilations, rank)) > 1
     grouped = (
         not _channels_first(data_format)
         and filters.shape[-2] != input.shape[-1]
+    )
+    no_other_way = (
+        rank == 1
+        or max(windows.per_dim(dilations, rank)) > 1
+        or (rank == 3 and grouped)
     )
     if no_other_way:
         _check_channels_last(
             "a convolution of 1 dim, or dilated,", data_format, padding
         )
         if grouped:
-            raise NotImplementedError(
-                "Under a distribution, a convolution of 1 dim, or dilated, "
-                f"cannot have groups. Received: dilations={dilations}, input "
-                f"of {input.shape[-1]} channels, filters of shape "
-                f"{tuple(filters.shape)}"
+            count = input.shape[-1] // filters.shape[-2]
+            filters = tf.convert_to_tensor(filters)
+            whole = dtensor.Layout.replicated(
+                placement.current_mesh(), len(filters.shape)
+            )
+            groups = zip(
+                tf.split(input, count, axis=-1),
+                tf.split(dtensor.relayout(filters, whole), count, axis=-1),
+            )
+            given = strides, padding, data_format, dilations
+            return tf.concat(
+                [convolution(original, x, w, *given) for x, w in groups], -1
             )
     elif grouped or not any(axes) or _channels_first(data_format):
         return batch_parallel(

@@ -35,6 +35,22 @@ def on_mesh(mesh, batch_axis=None):
         _state.current = before
 
 
+def hook_default_mesh(original):
+    """DTensor's default mesh is left, too, where an error leaves the block."""
+
+    @functools.wraps(original)
+    @contextlib.contextmanager
+    def _experimental_default_mesh(self, mesh):
+        context = original(self, mesh)
+        context.__enter__()
+        try:
+            yield
+        finally:
+            context.__exit__(None, None, None)
+
+    return _experimental_default_mesh
+
+
 @contextlib.contextmanager
 def off_mesh():
     """Runs operations on the host, whatever mesh is entered."""
@@ -91,7 +107,11 @@ def is_dtensor(x):
         return True
     if not isinstance(x, tf.Tensor) or not hasattr(x, "_handle_data"):
         return False
-    return hasattr(x, "numpy") and dtensor.is_dtensor(x)
+    if not hasattr(x, "numpy"):
+        return False
+    # An eager tensor may be asked about while something is traced.
+    with tf.init_scope():
+        return dtensor.is_dtensor(x)
 
 
 def specs_of(x):
@@ -111,7 +131,8 @@ def specs_of(x):
     if isinstance(x, dtensor.DVariable):
         return x.layout.sharding_specs
     if is_dtensor(x):
-        return dtensor.fetch_layout(x).sharding_specs
+        with tf.init_scope():
+            return dtensor.fetch_layout(x).sharding_specs
     if not isinstance(x, tf.Tensor) or tf.executing_eagerly():
         return None
     while x.op.type in ("Cast", "ExpandDims", "Identity"):

@@ -320,8 +320,10 @@ def _belongs_on_mesh(layer, args, kwargs):
         # A layer without variables stays off the mesh, where sparse tensors
         # and strings are.
         _build(layer, args, kwargs)
+    # The state of random numbers is read and assigned on either side; what
+    # draws them and has no weights computes with plain tensors, eagerly.
     if not layer.built or any(
-        variables.is_distributed(v) for v in layer.variables
+        variables.is_distributed(v) for v in layer.weights
     ):
         return True
     return any(placement.is_dtensor(x) for x in tree.flatten((args, kwargs)))

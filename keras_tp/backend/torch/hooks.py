@@ -25,6 +25,7 @@ from keras_tp.backend.torch import optimizers
 from keras_tp.backend.torch import parameters
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
+from keras_tp.backend.torch import reading
 from keras_tp.backend.torch import repeats
 from keras_tp.backend.torch import values
 
@@ -97,30 +98,6 @@ def _hook_direct_assign(original):
         return original(self, value)
 
     return _direct_assign
-
-
-def _hook_array(original):
-    """Arrays of numpy are whole: `numpy()`, `get_weights` and saving."""
-
-    @functools.wraps(original)
-    def __array__(self, dtype=None, copy=None):
-        if placement.needs_communication(self):
-            processes.meet("Converting a tensor to numpy, as saving does,")
-        return np.array(placement.to_full(self).numpy(), dtype=dtype)
-
-    return __array__
-
-
-def _hook_numpy(original):
-    @functools.wraps(original)
-    def numpy(self, *args, **kwargs):
-        if isinstance(self, DTensor):
-            if placement.needs_communication(self):
-                processes.meet("`numpy()`")
-            self = placement.to_full(self)
-        return original(self, *args, **kwargs)
-
-    return numpy
 
 
 def _hook_operation_call(original):
@@ -286,14 +263,22 @@ TABLE = [
     Hook(
         _DTENSOR,
         "__array__",
-        _hook_array,
+        reading.hook_array,
         "numpy sees the whole tensor, or an error that names who is missing",
     ),
     Hook(
         _DTENSOR,
         "numpy",
-        _hook_numpy,
+        reading.hook_numpy,
         "numpy sees the whole tensor, or an error that names who is missing",
+    ),
+    *(
+        Hook(_DTENSOR, name, hook, "Python reads no part for the whole")
+        for name, hook in (
+            ("tolist", reading.hook_tolist),
+            ("__format__", reading.hook_format),
+            ("__repr__", reading.hook_repr),
+        )
     ),
     Hook(
         "keras.src.ops.operation:Operation",
@@ -378,6 +363,27 @@ TABLE = [
             "split values can be written into a plain tensor, as metrics do",
         )
         for name in ("scatter", "scatter_update")
+    ),
+    *(
+        Hook(
+            owner,
+            name,
+            ops.whole,
+            "torch composes it of views, or sorts, that DTensor cannot split",
+        )
+        for owner, name in (
+            ("torch", "stft"),
+            ("torch", "istft"),
+            ("keras.src.backend.torch.core", "associative_scan"),
+            ("keras.src.backend.torch.numpy", "median"),
+            ("keras.src.backend.torch.numpy", "quantile"),
+        )
+    ),
+    Hook(
+        "torch.distributed.tensor._ops._math_ops",
+        "_infer_reduction_dims",
+        ops.all_dims,
+        "DTensor takes an empty list of dims for none, torch for all of them",
     ),
     Hook(
         "torch",

@@ -18,6 +18,8 @@ from keras_tp.backend.torch import ops_classes
 from keras_tp.backend.torch import ops_nn
 from keras_tp.backend.torch import ops_random
 from keras_tp.backend.torch import parts
+from keras_tp.backend.torch import placement
+from keras_tp.backend.torch import reading
 
 aten = torch.ops.aten
 
@@ -26,6 +28,7 @@ REPLICATED = {
     "data-dependent shape": (
         "bincount.default",
         "masked_select.default",
+        "allclose.default",
         "nonzero.default",
         "_unique2.default",
     ),
@@ -58,6 +61,15 @@ REPLICATED = {
         "replication_pad2d.default",
         "replication_pad2d_backward.default",
         "scatter_reduce.two",
+        "unfold_copy.default",
+        "_ctc_loss.default",
+        "_ctc_loss.Tensor",
+        "_ctc_loss_backward.default",
+        "_ctc_loss_backward.Tensor",
+    ),
+    "a decomposition needs the whole matrix": (
+        "linalg_lstsq.default",
+        "linalg_lu_factor_ex.default",
     ),
     "DTensor's result is a sum of truth values": (
         "all.default",
@@ -221,6 +233,84 @@ def loss(op, args, kwargs):
     return parts.wrap_parts(op(*args, **kwargs), mesh, placements)
 
 
+def pointwise(op, args, kwargs):
+    """Runs an operation on values that stand in the same place, on shards.
+
+    DTensor knows most of them; not the gradients of some activations.
+    """
+    mesh = parts.mesh_of(args, kwargs)
+    first = next(t for t in args if isinstance(t, DTensor))
+    placements = [p if p.is_shard() else Replicate() for p in first.placements]
+    # What has another shape is empty: a buffer that is used on other devices.
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor,
+        lambda t: (
+            parts.local_part(t, mesh, placements)
+            if t.shape == first.shape
+            else placement.to_full(t)
+        ),
+        (args, kwargs),
+    )
+    return parts.wrap_parts(op(*args, **kwargs), mesh, placements)
+
+
+def added_up(op, args, kwargs):
+    """Runs a reduction whose gradient compares, or divides by, its result.
+
+    A part of the result will not do for that.
+    """
+    return placement.settled(_own_way(op, args, kwargs))
+
+
+def all_dims(original):
+    """Wraps what DTensor asks which dims a reduction is over: none are all.
+
+    That is what torch means by an empty list, in the gradient of `amax` too.
+    DTensor notes that nothing is reduced, and each process keeps its part.
+    """
+
+    @functools.wraps(original)
+    def dims_of(dims, ndim):
+        is_empty = isinstance(dims, (list, tuple)) and not dims
+        return original(None if is_empty else dims, ndim)
+
+    return dims_of
+
+
+def in_place(op, args, kwargs):
+    """Runs an operation that writes into its first argument.
+
+    A plain tensor takes whole values, and a tensor of parts that are not added
+    up yet is added up first; DTensor refuses both.
+    """
+    target, *rest = args
+    if not isinstance(target, DTensor):
+        rest, kwargs = pytree.tree_map_only(
+            DTensor, placement.to_full, (rest, kwargs)
+        )
+        return op(target, *rest, **kwargs)
+    settled = placement.settled(target)
+    target._local_tensor, target._spec = settled._local_tensor, settled._spec
+    return _own_way(op, args, kwargs)
+
+
+def strided_view(op, args, kwargs):
+    """Views a tensor by its strides, which only a whole one has as its own.
+
+    As the gradient of what was written into a part of a plain tensor does.
+    """
+    x, *rest = args
+    if placement.needs_communication(x):
+        raise NotImplementedError(
+            "A tensor that is split over devices cannot be viewed by its "
+            "strides. Write into a plain tensor, or use "
+            "`keras.ops.slice_update`. Received: "
+            f"shape={tuple(x.shape)}, placements={x.placements}"
+        )
+    view = op(x._local_tensor, *rest, **kwargs)
+    return parts.wrap_parts(view, x.device_mesh, x.placements)
+
+
 def index(op, args, kwargs):
     """Runs `x[indices]`; a boolean mask makes a shape nobody knows before."""
     if any(
@@ -268,6 +358,7 @@ _HANDLERS = {
     aten.nll_loss2d_forward.default: ops_classes.class_loss,
     aten.nll_loss2d_backward.default: ops_classes.class_loss_backward,
     aten.argmax.default: ops_classes.argmax,
+    aten.as_strided.default: strided_view,
     aten.bernoulli_.float: ops_random.random_in_place,
     aten.bernoulli_.Tensor: ops_random.random_in_place,
     aten.normal_.default: ops_random.random_in_place,
@@ -306,4 +397,41 @@ _HANDLERS = {
     aten.cumsum.default: along_dim,
     aten.logcumsumexp.default: along_dim,
     aten.unbind.int: along_dim,
+    aten._local_scalar_dense.default: reading.number,
+    **dict.fromkeys(
+        (
+            aten.hardshrink_backward.default,
+            aten.hardsigmoid_backward.default,
+            aten.hardswish_backward.default,
+            aten.hardtanh_backward.default,
+            aten.log_sigmoid_backward.default,
+            aten.softshrink_backward.default,
+        ),
+        pointwise,
+    ),
+    **dict.fromkeys(
+        (
+            aten.amax.default,
+            aten.amin.default,
+            aten.prod.default,
+            aten.prod.dim_int,
+        ),
+        added_up,
+    ),
+    **dict.fromkeys(
+        (
+            aten.add_.Scalar,
+            aten.add_.Tensor,
+            aten.copy_.default,
+            aten.div_.Scalar,
+            aten.div_.Tensor,
+            aten.mul_.Scalar,
+            aten.mul_.Tensor,
+            aten.pow_.Scalar,
+            aten.pow_.Tensor,
+            aten.sub_.Scalar,
+            aten.sub_.Tensor,
+        ),
+        in_place,
+    ),
 }

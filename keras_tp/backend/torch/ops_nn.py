@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from keras.src.backend.common.name_scope import current_path
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor import Replicate
@@ -312,6 +313,23 @@ def embedding(original):
     return lookup
 
 
+def _check_ids(ids, rows):
+    """Raises as one device does, where a table has no row for an id.
+
+    On CPU by a look at the ids. A GPU checks them on its own, and the error
+    comes when something waits for it.
+    """
+    outside = (ids < 0) | (ids >= rows)
+    if not ids.is_cpu:
+        torch._assert_async(~outside.any(), "An id is outside of its table.")
+    elif outside.any():
+        raise IndexError(
+            f"The table of {current_path() or 'an embedding'} has {rows} rows, "
+            "and ids have to be at least 0 and less than that. Received: an id "
+            f"of {ids[outside][0].item()}"
+        )
+
+
 def _embedding(original, ids, table):
     mesh = parts.mesh_of((ids, table), {})
     ids_placed, gradient_placed, result_placed = [], [], []
@@ -342,6 +360,7 @@ def _embedding(original, ids, table):
         grad_placements=gradient_placed
     )
     if split_rows:
+        _check_ids(local_ids, table.shape[0])
         local_ids = local_ids - first
         held = (local_ids >= 0) & (local_ids < local_table.shape[0])
         result = original(torch.where(held, local_ids, 0), local_table)
