@@ -57,6 +57,64 @@ LISTED = [
         "gathers a kernel that was cast to float8, for which TensorFlow has no "
         "Fill on CPU; the error is TensorFlow's",
     ),
+    *(
+        Listed(
+            pattern,
+            ("tensorflow",),
+            ANY,
+            f"puts {operation} into a step, which DTensor cannot run; the "
+            "error names the operation and the layer",
+        )
+        for operation, patterns in {
+            "Bucketize": (
+                "layers/preprocessing/discretization_test.py::*::"
+                "test_model_call_vs_predict_consistency",
+                "layers/preprocessing/feature_space_test.py::*::"
+                "test_functional_api_sync_processing",
+                "layers/preprocessing/feature_space_test.py::*::test_saving",
+            ),
+            "DenseBincount": (
+                "layers/preprocessing/image_preprocessing/"
+                "equalization_test.py::*::test_layer",
+            ),
+            "ImageProjectiveTransformV3": (
+                "layers/preprocessing/image_preprocessing/"
+                "random_shear_test.py::*::test_layer",
+                "layers/preprocessing/image_preprocessing/"
+                "random_zoom_test.py::*::test_connect_with_flatten",
+            ),
+            "MatrixSolve": (
+                "layers/preprocessing/image_preprocessing/"
+                "random_perspective_test.py::*::test_layer",
+            ),
+            "MirrorPad": (
+                "layers/preprocessing/mel_spectrogram_test.py::*::"
+                "test_mel_spectrogram_basics",
+            ),
+            "RGBToHSV": (
+                "layers/preprocessing/data_layer_test.py::*::test_layer",
+                "layers/preprocessing/image_preprocessing/"
+                "random_color_jitter_test.py::*::test_layer",
+                "layers/preprocessing/image_preprocessing/"
+                "random_hue_test.py::*::test_layer",
+                "layers/preprocessing/image_preprocessing/"
+                "random_saturation_test.py::*::test_layer",
+            ),
+            "random numbers that only DTensor itself can draw": (
+                "layers/preprocessing/image_preprocessing/"
+                "aug_mix_test.py::*::test_layer",
+                "layers/preprocessing/image_preprocessing/"
+                "cut_mix_test.py::*::test_layer",
+                "layers/preprocessing/image_preprocessing/"
+                "mix_up_test.py::*::test_layer",
+                "layers/preprocessing/image_preprocessing/"
+                "rand_augment_test.py::*::test_layer",
+                "layers/preprocessing/image_preprocessing/"
+                "random_elastic_transform_test.py::*::test_layer",
+            ),
+        }.items()
+        for pattern in patterns
+    ),
 ]
 
 

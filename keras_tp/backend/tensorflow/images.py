@@ -142,6 +142,11 @@ def convolution(
         or max(windows.per_dim(dilations, rank)) > 1
         or (rank == 3 and grouped)
     )
+    if _channels_first(data_format) and (no_other_way or rank == 3):
+        given = strides, padding, None, dilations
+        x = tf.transpose(input, [0, *range(2, rank + 2), 1])
+        y = convolution(original, x, filters, *given)
+        return tf.transpose(y, [0, rank + 1, *range(1, rank + 1)])
     if no_other_way:
         _check_channels_last(
             "a convolution of 1 dim, or dilated,", data_format, padding
@@ -379,7 +384,16 @@ def conv2d(
     )
 
 
+def bias_add(original, value, bias, data_format=None, name=None):
+    """Where channels come first DTensor splits the batch as the bias is."""
+    if not _channels_first(data_format):
+        return original(value, bias, data_format, name)
+    shape = [1, -1] + [1] * (len(value.shape) - 2)
+    return value + tf.reshape(bias, shape)
+
+
 RULES = [
+    ("tensorflow:nn", "bias_add", bias_add, "DTensor splits another dim"),
     *(
         ("tensorflow:nn", name, rule, _CHANNELS)
         for name, rule in {

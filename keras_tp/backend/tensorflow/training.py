@@ -12,6 +12,7 @@ from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.distribution.distribution_lib import distribution
 from keras.src.layers.layer import CallSpec
+from keras.src.layers.preprocessing.data_layer import DataLayer
 from keras.src.models.model import Model
 from keras.src.trainers.data_adapters import data_adapter_utils
 from tensorflow.experimental import dtensor
@@ -316,6 +317,9 @@ def hook_layer_call(original):
 
 
 def _belongs_on_mesh(layer, args, kwargs):
+    if isinstance(layer, DataLayer):
+        # It is for data pipelines, and keeps plain tensors beside its state.
+        return any(map(placement.is_dtensor, tree.flatten((args, kwargs))))
     if not layer.built and not isinstance(layer, Model):
         # A layer without variables stays off the mesh, where sparse tensors
         # and strings are.
