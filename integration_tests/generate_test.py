@@ -111,7 +111,10 @@ def part_of_cache(model, tokens):
             "keras_tp.backend.tensorflow.placement"
         )
         mesh = distribution.distribution().device_mesh.backend_mesh
-        tokens = placement.place_batch(tokens, mesh, None)
+        boundary = importlib.import_module(
+            "keras_tp.backend.tensorflow.boundary"
+        )
+        tokens = boundary.place_batch(tokens, mesh, None)
         with placement.on_mesh(mesh):
             _, cache = model._build_cache(tokens)
         (_, _, part), *_ = placement.local_parts(cache)

@@ -349,3 +349,19 @@ def test_a_file_that_is_not_there(trained, tmp_path):
         with pytest.raises((FileNotFoundError, ValueError), match=name):
             trained.load_weights(path)
     assert_same(state_of(trained), before)
+
+
+def test_an_error_while_saving_leaves_the_older_file(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "a.weights.h5"
+    with at((1, 2)):
+        model = zoo_model()
+        model.save_weights(path)
+        older = path.read_bytes()
+        monkeypatch.setattr(keras.layers.Dense, "save_own_variables", fail)
+        with pytest.raises(OSError, match="No space"):
+            model.save_weights(path)
+    assert path.read_bytes() == older
+    assert list(tmp_path.iterdir()) == [path]

@@ -14,6 +14,7 @@ small value of every process, given a name for what it is.
 
 import collections
 import functools
+import re
 import warnings
 
 import keras
@@ -168,13 +169,9 @@ def fit_together(batch, gather, parts, gather_rows):
     rows, kind = -1, None
     if batch is not None:
         rows = _rows(batch)
-        kind = tree.map_structure(_Kind, batch)
+        kind = tree.map_structure(_kind, batch)
     held = gather((rows, kind), "a part of a batch")
-    if any(
-        isinstance(leaf, _Kind) and leaf.is_sparse
-        for _, kind in held
-        for leaf in tree.flatten(kind)
-    ):
+    if any(_SPARSE in tree.flatten(kind) for _, kind in held):
         raise ValueError(
             "Parts of batches have to be dense: give every process the same "
             "global batch, with `auto_shard_dataset=True`, or convert the "
@@ -200,7 +197,7 @@ def fit_together(batch, gather, parts, gather_rows):
         return batch, True
     if batch is None:
         # Takes part with nothing.
-        batch = tree.map_structure(_Kind.empty, kinds[0])
+        batch = tree.map_structure(_empty, kinds[0])
     first = [parts.by_process.index(index) for index in range(parts.count)]
 
     def whole(array):
@@ -237,26 +234,26 @@ def _rows(batch):
     return next((a.shape[0] for a in tree.flatten(batch) if _is_array(a)), 0)
 
 
-class _Kind:
-    """What has to be the same in all parts of an array: all but its length."""
+_NO_ARRAY = "no array"
+_SPARSE = "sparse"
 
-    def __init__(self, leaf):
-        self._array = None
-        self.is_sparse = is_sparse(leaf)
-        if _is_array(leaf):
-            dtype = keras.backend.standardize_dtype(leaf.dtype)
-            self._array = (tuple(leaf.shape[1:]), dtype)
 
-    def empty(self):
-        if self._array is None:
-            return None
-        shape, dtype = self._array
-        return np.zeros((0, *shape), dtype)
+def _kind(leaf):
+    """Says what has to be the same in all parts: all but an array's length."""
+    if is_sparse(leaf):
+        return _SPARSE
+    if not _is_array(leaf):
+        return _NO_ARRAY
+    dtype = keras.backend.standardize_dtype(leaf.dtype)
+    return f"{tuple(leaf.shape[1:])} {dtype}"
 
-    def __repr__(self):
-        if self._array is None:
-            return "no array"
-        return "{} {}".format(*self._array) + " sparse" * self.is_sparse
+
+def _empty(kind):
+    """Returns an array without rows, of what `_kind` says."""
+    if kind == _NO_ARRAY:
+        return None
+    shape, _, dtype = kind.rpartition(" ")
+    return np.zeros((0, *map(int, re.findall(r"\d+", shape))), dtype)
 
 
 def is_sparse(leaf):

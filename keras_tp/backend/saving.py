@@ -12,6 +12,7 @@ import tempfile
 from keras.src import backend
 from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend import files
 from keras_tp.backend.hooks import Hook
 
 # What Keras writes as one file.
@@ -65,12 +66,14 @@ def _save_once(processes, is_distributed, original):
 
     @functools.wraps(original)
     def save(model, filepath, *args, **kwargs):
-        if (
-            processes.world_size() == 1
-            or not (is_distributed(model) or _has_only_a_distribution(model))
-            or not isinstance(filepath, (str, os.PathLike))
-        ):
+        if not isinstance(filepath, (str, os.PathLike)):
             return original(model, filepath, *args, **kwargs)
+        if processes.world_size() == 1 or not (
+            is_distributed(model) or _has_only_a_distribution(model)
+        ):
+            place = _beside if _has_a_layout(model) else contextlib.nullcontext
+            with place(filepath) as path:
+                return original(model, path, *args, **kwargs)
         processes.meet(_SAVING)
         place = _beside if processes.is_first() else _nowhere
         with processes.longer():
@@ -83,6 +86,13 @@ def _save_once(processes, is_distributed, original):
         return result
 
     return save
+
+
+def _has_a_layout(model):
+    """Whether a model is laid out here; another is saved as Keras does."""
+    return distribution() is not None or any(
+        variable._layout is not None for variable in model.variables
+    )
 
 
 def _has_only_a_distribution(model):
@@ -103,13 +113,8 @@ def _beside(filepath):
         # A folder, or files of several parts, or elsewhere.
         yield filepath
         return
-    new = os.path.join(folder, f".{os.getpid()}.{name}")
-    try:
+    with files.replaced(path) as new:
         yield new
-        os.replace(new, path)
-    finally:
-        if os.path.exists(new):
-            os.remove(new)
 
 
 @contextlib.contextmanager

@@ -7,10 +7,10 @@ error that names it, and nobody waits forever.
 
 import collections
 import contextlib
-import pickle
 import threading
 import time
 
+from keras_tp.backend import messages
 from keras_tp.backend import waiting
 
 # How often a process that is waited for longer shows that it lives, and those
@@ -92,7 +92,7 @@ class Store:
         """Returns the list of the value of every process. A collective.
 
         Args:
-            value: What `pickle` takes; small.
+            value: What `messages.encode` takes; small.
             what: String that names what all processes do here.
 
         Raises:
@@ -134,13 +134,13 @@ class Store:
         self._rounds[what] += 1
         self._steps += 1
         self._put(self._step_key(self._steps, self.index), what.encode())
-        self._put(f"{name}/{number}/{self.index}", pickle.dumps(value))
+        self._put(f"{name}/{number}/{self.index}", messages.encode(value))
         began = time.monotonic()
         values, missing = [], []
         for index in range(self.count):
             try:
                 found = self._wait(f"{name}/{number}/{index}", index, began)
-                values.append(pickle.loads(found))
+                values.append(messages.decode(found))
             except TimeoutError:
                 missing.append(index)
         if number and not missing:

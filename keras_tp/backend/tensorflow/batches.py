@@ -9,6 +9,7 @@ from keras.src.distribution.distribution_lib import distribution
 from keras.src.distribution.distribution_lib import set_distribution
 
 from keras_tp.backend import feeding
+from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
 
@@ -60,7 +61,7 @@ def place(batch, current):
 def _placed(batch, current, parts):
     mesh, axis = current.device_mesh.backend_mesh, current.batch_dim_name
     return tree.map_structure(
-        lambda leaf: placement.place_batch(
+        lambda leaf: boundary.place_batch(
             leaf,
             mesh,
             axis,

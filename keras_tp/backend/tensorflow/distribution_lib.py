@@ -14,6 +14,7 @@ from tensorflow.experimental import dtensor
 from keras_tp.backend import commands
 from keras_tp.backend import supervision
 from keras_tp.backend.tensorflow import batches
+from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import collectives
 from keras_tp.backend.tensorflow import devices
 from keras_tp.backend.tensorflow import hooks
@@ -83,7 +84,7 @@ def from_first_process(value):
     A collective where there are several processes.
 
     Args:
-        value: What `pickle` takes; ignored in the other processes.
+        value: What `messages.encode` takes; ignored in the other processes.
     """
     return processes.from_first(value)
 
@@ -162,7 +163,7 @@ def distribute_data_input(per_process_batch, layout, batch_dim_name):
     if num_processes() > 1 and distribution() is not None:
         return batches.place(per_process_batch, distribution())
     mesh = getattr(layout, "backend_layout", layout).mesh
-    return placement.place_batch(per_process_batch, mesh, batch_dim_name)
+    return boundary.place_batch(per_process_batch, mesh, batch_dim_name)
 
 
 def relayout_variable(variable, layout):

@@ -9,6 +9,7 @@ from keras.src import tree
 from keras.src.distribution.distribution_lib import distribution
 from tensorflow.experimental import dtensor
 
+from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import errors
 from keras_tp.backend.tensorflow import placement
 
@@ -72,12 +73,12 @@ def _call_on_mesh(original, function, args, kwargs):
 
     def placed(x):
         is_value = isinstance(x, tf.Tensor) or hasattr(x, "__array_interface__")
-        return placement.enter_mesh(x, mesh, axis) if is_value else x
+        return boundary.enter_mesh(x, mesh, axis) if is_value else x
 
     args, kwargs = tree.map_structure(placed, (args, kwargs))
     with placement.on_mesh(mesh, axis), errors.explained():
         outputs = original(function, *args, **kwargs)
-    return tree.map_structure(placement.leave_mesh, outputs)
+    return tree.map_structure(boundary.leave_mesh, outputs)
 
 
 def check_captured(tensor):

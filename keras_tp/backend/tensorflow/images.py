@@ -12,6 +12,7 @@ from keras.src.layers.convolutional.base_conv import BaseConv
 from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
 from tensorflow.experimental import dtensor
 
+from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import windows
 
@@ -35,7 +36,7 @@ def batch_parallel(original, *args, **kwargs):
     for x in args:
         if _is_tensor(x) and len(x.shape) > 1:
             x = tf.convert_to_tensor(x)
-            layout = placement.batch_layout(
+            layout = boundary.batch_layout(
                 x.shape, mesh, axis if first else None
             )
             x = dtensor.relayout(x, layout)
@@ -44,7 +45,7 @@ def batch_parallel(original, *args, **kwargs):
     outputs = original(*placed, **kwargs)
     # The gradient arrives in this layout too.
     return dtensor.relayout(
-        outputs, placement.batch_layout(outputs.shape, mesh, axis)
+        outputs, boundary.batch_layout(outputs.shape, mesh, axis)
     )
 
 
@@ -96,7 +97,7 @@ def why_gathered(variable, layer):
 def _lay_out(image, channel_axis):
     """Splits an image over the batch and the channels."""
     mesh, axis = placement.current_mesh(), placement.batch_axis()
-    specs = placement.batch_layout(image.shape, mesh, axis).sharding_specs
+    specs = boundary.batch_layout(image.shape, mesh, axis).sharding_specs
     specs = [*specs[:-1], channel_axis or dtensor.UNSHARDED]
     return dtensor.relayout(image, dtensor.Layout(specs, mesh))
 

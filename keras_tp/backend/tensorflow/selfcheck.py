@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
+from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import placement
 
 # TensorFlow reads it once, when the first DTensor function runs.
@@ -141,7 +142,7 @@ def _train_on(devices):
         batch = [
             placement.place(
                 value,
-                placement.batch_layout(value.shape, mesh, mesh.dim_names[0]),
+                boundary.batch_layout(value.shape, mesh, mesh.dim_names[0]),
             )
             for value in (x, y)
         ]

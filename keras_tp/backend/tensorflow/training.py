@@ -18,6 +18,7 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import batches
+from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import errors
 from keras_tp.backend.tensorflow import functions
 from keras_tp.backend.tensorflow import placement
@@ -305,13 +306,13 @@ def hook_layer_call(original):
                 return x
             if not hasattr(x, "shape") or not hasattr(x, "dtype"):
                 return x
-            return placement.enter_mesh(x, mesh, axis)
+            return boundary.enter_mesh(x, mesh, axis)
 
         args, kwargs = tree.map_structure(placed, (args, kwargs))
         with placement.on_mesh(mesh, axis), errors.explained():
             outputs = original(self, *args, **kwargs)
         # Plain and whole: what comes next knows of no mesh.
-        return tree.map_structure(placement.leave_mesh, outputs)
+        return tree.map_structure(boundary.leave_mesh, outputs)
 
     return __call__
 
@@ -371,5 +372,5 @@ def _dense_gradient(gradient, mesh, is_eager):
         with placement.off_mesh() if on_host else contextlib.nullcontext():
             gradient = tf.convert_to_tensor(gradient)
     if is_eager and gradient is not None:
-        return placement.place_batch(gradient, mesh, None)
+        return boundary.place_batch(gradient, mesh, None)
     return gradient

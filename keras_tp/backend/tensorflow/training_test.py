@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from keras_tp import distribution as dist
+from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import training
 
@@ -126,7 +127,7 @@ def test_to_wait_for_a_step_is_not_to_wait_for_the_next():
 
     with split().scope():
         mesh = dist.distribution().device_mesh.backend_mesh
-        x = placement.place_batch(np.ones((512, 512), "float32"), mesh, None)
+        x = boundary.place_batch(np.ones((512, 512), "float32"), mesh, None)
         with placement.on_mesh(mesh):
             for step in (short, long):
                 placement.wait(step(x))
@@ -194,11 +195,11 @@ def test_gradients_that_are_applied_outside_of_a_step(scaled, is_sparse):
 def test_a_sparse_batch_is_made_dense_by_rows(monkeypatch):
     mesh = split().device_mesh.backend_mesh
     batch = tf.SparseTensor([[3, 1], [0, 0], [3, 1]], [1.0, 2.0, 4.0], (4, 2))
-    placed = placement.place_batch(batch, mesh, "model")
+    placed = boundary.place_batch(batch, mesh, "model")
     sizes = {part.shape for _, _, part in placement.local_parts(placed)}
     assert sizes == {(2, 2)}
     expected = [[2, 0], [0, 0], [0, 0], [0, 5]]
     np.testing.assert_array_equal(placement.read(placed), expected)
-    monkeypatch.setattr(placement, "LARGE_BATCH_BYTES", 10)
+    monkeypatch.setattr(boundary, "LARGE_BATCH_BYTES", 10)
     with pytest.warns(UserWarning, match=r"shape \(4, 2\) is made dense"):
-        placement.place_batch(batch, mesh, "model")
+        boundary.place_batch(batch, mesh, "model")

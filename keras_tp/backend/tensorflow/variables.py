@@ -9,6 +9,7 @@ from keras.src.distribution.distribution_lib import distribution
 from keras.src.distribution.distribution_lib import set_distribution
 from tensorflow.experimental import dtensor
 
+from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
 
@@ -38,11 +39,11 @@ class ShardedVariable(dtensor.DVariable):
 
     def value(self):
         value = super().value()
-        return placement.leave_mesh(value) if _is_read_whole() else value
+        return boundary.leave_mesh(value) if _is_read_whole() else value
 
     def read_value(self):
         value = super().read_value()
-        return placement.leave_mesh(value) if _is_read_whole() else value
+        return boundary.leave_mesh(value) if _is_read_whole() else value
 
     def assign(self, value, *args, **kwargs):
         with dtensor.default_mesh(self.layout.mesh):

@@ -305,7 +305,7 @@ def _gathered(batch, parts, current):
     def whole(*arrays):
         if not _is_array(arrays[0]):
             return arrays[0]
-        array = batch_input(torch.cat(arrays), current)
+        array = batch_input(np.concatenate(arrays), current)
         if isinstance(array, DTensor):
             return array
         return placement.replicate(core.convert_to_tensor(array), parts.mesh)
@@ -318,7 +318,7 @@ def _gathered(batch, parts, current):
 def _on_host(leaf):
     if not _is_array(leaf):
         return leaf
-    return core.convert_to_tensor(leaf).detach().cpu()
+    return core.convert_to_numpy(leaf)
 
 
 def _rows(batch):

@@ -75,7 +75,7 @@ def from_first_process(value):
     A collective where there are several processes.
 
     Args:
-        value: What `pickle` takes; ignored in the other processes.
+        value: What `messages.encode` takes; ignored in the other processes.
     """
     return processes.from_first(value)
 

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from keras_tp.backend import agreement
 from keras_tp.backend import ending
+from keras_tp.backend import messages
 from keras_tp.backend import rendezvous
 from keras_tp.backend import waiting
 
@@ -251,18 +252,17 @@ def agree_on_seed():
     counter = None
     if generator is not None:
         counter = core.convert_to_numpy(generator.state.value)
-    states = [None]
-    if is_first():
-        states = [
-            (random.getstate(), np.random.get_state(), rng_state(), counter)
-        ]
-    with _named("the choice of a seed"):
-        dist.broadcast_object_list(states, src=0, group=_control[1])
-    random.setstate(states[0][0])
-    np.random.set_state(states[0][1])
-    set_rng_state(states[0][2])
-    if generator is not None and states[0][3] is not None:
-        generator.state.assign(states[0][3])
+    state = {name: held.numpy() for name, held in rng_state().items()}
+    python, numpy, state, counter = from_first(
+        (random.getstate(), np.random.get_state(), state, counter)
+    )
+    random.setstate(python)
+    np.random.set_state(numpy)
+    set_rng_state(
+        {name: torch.from_numpy(held) for name, held in state.items()}
+    )
+    if generator is not None and counter is not None:
+        generator.state.assign(counter)
 
 
 def rng_state():
@@ -294,9 +294,8 @@ def gather_numbers(numbers):
         return [tuple(numbers)]
     start()
     own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    found = [torch.empty_like(own) for _ in range(world_size())]
     with _named(_BATCH):
-        dist.all_gather(found, own, group=_control[1])
+        found = _all_gather(own)
     return [tuple(tensor.tolist()) for tensor in found]
 
 
@@ -304,7 +303,7 @@ def gather_by_process(value, what):
     """Returns the list of a small value of every process. A collective.
 
     Args:
-        value: What `pickle` takes; small.
+        value: What `messages.encode` takes; small.
         what: String that names what all processes do here.
     """
     return _gather(value, what)
@@ -315,10 +314,13 @@ def from_first(value):
     if world_size() == 1:
         return value
     start()
-    values = [value]
+    data = messages.encode(value) if is_first() else b""
+    size = torch.tensor([len(data)], device="cpu")
     with _named("a value of process 0"):
-        dist.broadcast_object_list(values, src=0, group=_control[1])
-    return values[0]
+        dist.broadcast(size, src=0, group=_control[1])
+        data = _as_tensor(data, size.item())
+        dist.broadcast(data, src=0, group=_control[1])
+    return messages.decode(data.numpy().tobytes())
 
 
 def _local_index(process_id):
@@ -377,9 +379,26 @@ def _gather(value, what):
     if world_size() == 1:
         return [value]
     start()
-    values = [None] * world_size()
+    data = messages.encode(value)
     _note_place(what)
     with _named(what):
-        dist.all_gather_object(values, value, group=_control[1])
+        sizes = _all_gather(torch.tensor([len(data)], device="cpu"))
+        longest = max(size.item() for size in sizes)
+        found = _all_gather(_as_tensor(data, longest))
     _note_place("")
-    return values
+    return [
+        messages.decode(held[: size.item()].numpy().tobytes())
+        for held, size in zip(found, sizes)
+    ]
+
+
+def _all_gather(own):
+    found = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(found, own, group=_control[1])
+    return found
+
+
+def _as_tensor(data, size):
+    """Returns bytes as a tensor of at least one, filled up to a size."""
+    padded = bytearray(data.ljust(max(size, 1), b"\0"))
+    return torch.frombuffer(padded, dtype=torch.uint8)

@@ -1,0 +1,158 @@
+"""Tensors that enter a mesh, such as batches, and those that leave it."""
+
+import warnings
+
+import numpy as np
+import tensorflow as tf
+from keras.src.trainers.data_adapters import data_adapter_utils
+from tensorflow.experimental import dtensor
+
+from keras_tp.backend.tensorflow import placement
+
+# A sparse batch that is larger than this when it is dense is warned of.
+LARGE_BATCH_BYTES = 2**28
+
+
+def batch_layout(shape, mesh, axis):
+    """Returns the layout of a batch: replicated if the axis does not divide.
+
+    Args:
+        shape: Shape of the batch; unknown dims are `None`.
+        mesh: `dtensor.Mesh`.
+        axis: String, mesh axis that splits the first dim, or `None`.
+    """
+    specs = [dtensor.UNSHARDED] * len(shape)
+    if specs and axis is not None and shape[0] is not None:
+        if shape[0] % mesh.dim_size(axis) == 0:
+            specs[0] = axis
+    return dtensor.Layout(specs, mesh)
+
+
+def place_batch(batch, mesh, axis, part=(0, 1)):
+    """Puts a batch on the devices.
+
+    Args:
+        batch: Array, tensor, sparse tensor (which becomes a dense one) or
+            `None`, which is returned as it is.
+        mesh: `dtensor.Mesh`.
+        axis: String, mesh axis that splits the first dim, or `None`.
+        part: Pair of ints: which of how many parts of the global batch this
+            process gives. Defaults to all of it.
+
+    Returns:
+        A DTensor; replicated if the axis does not divide the batch.
+    """
+    if batch is None or isinstance(batch, tf.experimental.Optional):
+        return None
+    if isinstance(batch, tf.RaggedTensor):
+        raise ValueError(
+            "DTensor holds dense tensors only. Convert the data with "
+            f"`to_tensor()`. Received: a RaggedTensor of shape {batch.shape}"
+        )
+    if isinstance(batch, tf.SparseTensor):
+        return _place_sparse(batch, mesh, axis)
+    if placement.is_dtensor(batch) or data_adapter_utils.is_scipy_sparse(batch):
+        # Of a matrix of scipy TensorFlow says itself that it is no tensor.
+        return batch
+    if not tf.is_tensor(batch):
+        with tf.device("CPU:0"):
+            batch = tf.convert_to_tensor(batch)
+    if batch.dtype in (tf.string, tf.resource, tf.variant):
+        return batch
+    shape = list(batch.shape)
+    index, count = part
+    if count == 1 or not shape:
+        return placement.place(batch, batch_layout(shape, mesh, axis))
+    # The devices of a process hold consecutive parts of the global batch.
+    whole = [shape[0] * count, *shape[1:]]
+    value = batch.numpy()
+    first = index * shape[0]
+    return placement.place_parts(
+        lambda held: value[held[0][0] - first : held[0][1] - first],
+        tuple(whole),
+        batch_layout(whole, mesh, axis),
+    )
+
+
+def _place_sparse(batch, mesh, axis):
+    """Puts a sparse batch on the devices, each of which makes its rows dense.
+
+    DTensor computes with dense tensors only. No device, and not the host
+    either, holds more of it than the rows of one device.
+    """
+    if batch.dtype == tf.string:
+        return batch
+    shape = tuple(batch.shape)
+    layout = batch_layout(shape, mesh, axis)
+    indices, entries = batch.indices.numpy(), batch.values.numpy()
+
+    def part_of(part):
+        (start, stop), *_ = part
+        held = (indices[:, 0] >= start) & (indices[:, 0] < stop)
+        rows = np.zeros((stop - start, *shape[1:]), entries.dtype)
+        if rows.nbytes > LARGE_BATCH_BYTES:
+            warnings.warn(
+                f"A sparse batch of shape {shape} is made dense, because "
+                "DTensor computes with dense tensors only. It takes "
+                f"{rows.nbytes / 2**20:.0f} MiB on each device: smaller "
+                "batches take less.",
+                stacklevel=2,
+            )
+        first, *others = indices[held].T
+        # An entry may be there twice; it is the sum then.
+        np.add.at(rows, (first - start, *others), entries[held])
+        return rows
+
+    return placement.place_parts(part_of, shape, layout)
+
+
+def enter_mesh(value, mesh, axis):
+    """Places a batch; a gradient comes back as a plain tensor.
+
+    Args:
+        value: Array or tensor.
+        mesh: `dtensor.Mesh`.
+        axis: String, mesh axis that splits the first dim, or `None`.
+    """
+    if placement.is_dtensor(value):
+        return value
+
+    @tf.custom_gradient
+    def enter(x):
+        return place_batch(x, mesh, axis), placement.to_host
+
+    is_tensor = isinstance(value, tf.Tensor)
+    if is_tensor and value.dtype.is_floating:
+        placed = enter(value)
+    else:
+        placed = place_batch(value, mesh, axis)
+    if placed is not value and is_tensor:
+        _copy_notes(value, placed, lambda x: enter_mesh(x, mesh, axis))
+    return placed
+
+
+def leave_mesh(value):
+    """Returns an eager DTensor as a plain tensor, which mixes with others.
+
+    A gradient that arrives at it goes on to the devices of the mesh.
+    """
+    if not isinstance(value, tf.Tensor) or not placement.is_dtensor(value):
+        return value
+    layout = dtensor.fetch_layout(value)
+
+    @tf.custom_gradient
+    def leave(x):
+        return placement.to_host(x), lambda dy: placement.place(dy, layout)
+
+    plain = (
+        leave(value) if value.dtype.is_floating else placement.to_host(value)
+    )
+    _copy_notes(value, plain, leave_mesh)
+    return plain
+
+
+def _copy_notes(tensor, copy, move):
+    """Gives a copy what Keras notes of a tensor, moved to where that is."""
+    for name in ("_keras_mask", "_keras_logits"):
+        if getattr(tensor, name, None) is not None:
+            setattr(copy, name, move(getattr(tensor, name)))
