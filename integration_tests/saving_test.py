@@ -1,6 +1,8 @@
 """Files know nothing of meshes: written under one, read under another."""
 
 import contextlib
+import errno
+import os
 import re
 
 import keras
@@ -357,7 +359,7 @@ def test_an_error_while_saving_leaves_the_older_file(tmp_path, monkeypatch):
 
     path = tmp_path / "a.weights.h5"
     with at((1, 2)):
-        model = zoo_model()
+        model = network()
         model.save_weights(path)
         older = path.read_bytes()
         monkeypatch.setattr(keras.layers.Dense, "save_own_variables", fail)

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import os
 import queue
+import secrets
 import shlex
 import signal
 import socket
@@ -15,6 +16,7 @@ import time
 
 from keras_tp.backend import ending
 from keras_tp.backend import failures
+from keras_tp.backend import rendezvous
 from keras_tp.backend import waiting
 
 # What a terminal, a scheduler or a user sends.
@@ -117,6 +119,9 @@ def launch(plan, argv, environment):
     if plan.dry_run:
         sys.stdout.write("".join(f"{process}\n" for process in processes))
         return
+    if plan.processes_here == plan.processes:
+        # Several hosts have to be given the same one.
+        os.environ.setdefault(rendezvous.SECRET, secrets.token_hex(16))
     code = run(processes, plan.processes, plan.all_output)
     if code:
         sys.exit(code)
