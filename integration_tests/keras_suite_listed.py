@@ -115,6 +115,56 @@ LISTED = [
         }.items()
         for pattern in patterns
     ),
+    Listed(
+        "backend/jax/trainer_test.py::JAXTrainerTest::"
+        "test_warns_when_model_built_outside_scope_*",
+        ("jax",),
+        ANY,
+        "asserts that a model that is built first is on one device; here it is "
+        "built under the distribution of the run",
+    ),
+    Listed(
+        "distribution/distribution_lib_test.py::DistributionTest::test_scope",
+        ALL,
+        ANY,
+        "asserts that no distribution is set when it begins",
+    ),
+    Listed(
+        "utils/jax_layer_test.py::TestJaxLayer::*",
+        ("tensorflow",),
+        ANY,
+        "puts a program of XLA into a step of TensorFlow (XlaCallModule), "
+        "which DTensor cannot split; the error names the operation",
+    ),
+    Listed(
+        "saving/saving_lib_test.py::SavingTest::test_load_model_concurrently",
+        ("tensorflow",),
+        ANY,
+        "forks processes after TensorFlow's runtime of several devices has "
+        "started, which does not run in them",
+    ),
+    Listed(
+        "callbacks/swap_ema_weights_test.py::SwapEMAWeightsTest::"
+        "test_swap_ema_weights_with_tf_distribute",
+        ("tensorflow",),
+        ANY,
+        "uses `tf.distribute`, which has devices of its own, together with "
+        "DTensor",
+    ),
+    Listed(
+        "layers/rnn/gru_test.py::GRUTest::test_stateful_with_symbolic_batch_size",
+        ("tensorflow",),
+        ANY,
+        "traces a step for a batch of unknown size; DTensor's rules need sizes",
+    ),
+    Listed(
+        "layers/preprocessing/stft_spectrogram_test.py::TestSpectrogram::"
+        "test_tf_data_compatibility",
+        ("tensorflow",),
+        ("map", "tensor"),
+        "calls a layer with split weights in a pipeline of tf.data, which runs "
+        "on one device",
+    ),
 ]
 
 

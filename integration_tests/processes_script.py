@@ -20,6 +20,11 @@ from keras_tp import backend
 from keras_tp import distribution as dist
 from keras_tp.backend import distribution_lib as lib
 
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from integration_tests import callbacks_test
+
 FOLDER = pathlib.Path(sys.argv[1])
 COUNT, INDEX = lib.num_processes(), lib.process_id()
 MESHES = [(1, 4), (2, 2), (4, 1)]
@@ -234,6 +239,16 @@ def check_own_parts(shape):
     return {**found, **weights(model)}
 
 
+def check_callbacks(shape):
+    """Those that write files: all processes go on, and one writes."""
+    distribute(shape)
+    folder = FOLDER / "callbacks"
+    folder.mkdir(exist_ok=True)
+    found = callbacks_test.train_with_writers(folder)
+    callbacks_test.check(found)
+    return {name: found[name] for name in ("loss", "logged", "epochs")}
+
+
 def check_errors(shape):
     """What processes hold that they should not: all of them are told."""
     distribute(shape)
@@ -322,7 +337,10 @@ CHECKS = {
 }
 # Where one mesh says it all.
 ONCE = dict.fromkeys(
-    ("collectives", "errors", "kinds_of_data", "moving", "order", "reports"),
+    (
+        *("callbacks", "collectives", "errors", "kinds_of_data", "moving"),
+        *("order", "reports"),
+    ),
     (2, 2),
 )
 

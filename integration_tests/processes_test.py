@@ -24,7 +24,8 @@ MESHES = ["1x4", "2x2", "4x1"]
 CHECKS = [
     *(f"training/{mesh}" for mesh in MESHES),
     *("own_parts/2x2", "own_parts/4x1"),
-    *("collectives/2x2", "kinds_of_data/2x2", "moving/2x2", "reports/2x2"),
+    *("callbacks/2x2", "collectives/2x2", "kinds_of_data/2x2", "moving/2x2"),
+    "reports/2x2",
 ]
 
 pytestmark = pytest.mark.skipif(

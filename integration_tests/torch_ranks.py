@@ -28,6 +28,7 @@ SHARED = [
         f"integration_tests/{name}_test.py"
         for name in (
             "bad_input",
+            "callbacks",
             "collectives",
             "communication",
             "contamination",

@@ -1,8 +1,21 @@
-"""Callbacks run at their place in the loop, the same in every process."""
+"""Callbacks run at their place in the loop, the same in every process.
+
+Those that write files write them in one process, and all go on.
+"""
 
 import functools
+import json
+import os
+import shutil
+import tempfile
 
+from keras_tp.backend import files
+from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
+
+_BACKUP = "keras.src.callbacks.backup_and_restore:BackupAndRestore"
+_END = "The end of `fit`, with `BackupAndRestore`,"
+_CSV = "keras.src.callbacks.csv_logger:CSVLogger"
 
 
 def table(processes):
@@ -37,3 +50,127 @@ def _dispatch_in_step(processes, original):
             original(self, callbacks)
 
     return _configure_async_dispatch
+
+
+def files_table(processes):
+    """Returns the rows of a hook table for callbacks that write files.
+
+    Args:
+        processes: The backend's module of that name, with `meet`, `is_first`
+            and `world_size`.
+    """
+    return [
+        *(
+            Hook(
+                _BACKUP,
+                name,
+                functools.partial(hook, processes),
+                "weights and epoch are one file, which one process writes",
+            )
+            for name, hook in (
+                ("_save_model", _save_backup),
+                ("_load_model", _load_backup),
+                ("on_train_end", _remove_backup),
+            )
+        ),
+        *(
+            Hook(
+                _CSV,
+                name,
+                functools.partial(_in_first, processes),
+                "one process writes the file",
+            )
+            for name in ("on_train_begin", "on_epoch_end", "on_train_end")
+        ),
+        Hook(
+            "keras.src.callbacks.tensorboard:TensorBoard",
+            "set_model",
+            functools.partial(_log_elsewhere, processes),
+            "all processes gather what is shown and one writes it",
+        ),
+    ]
+
+
+def _save_backup(processes, original):
+    @functools.wraps(original)
+    def _save_model(self):
+        if not saving.has_a_layout(self.model):
+            return original(self)
+        progress = {
+            "epoch": self._current_epoch,
+            "batch": self._last_batch_seen,
+        }
+        if processes.is_first():
+            os.makedirs(self.backup_dir, exist_ok=True)
+            if self.double_checkpoint:
+                _keep(self._weights_path, self._prev_weights_path)
+                _keep(
+                    self._training_metadata_path,
+                    self._prev_training_metadata_path,
+                )
+        with saving.noting(progress):
+            self.model.save_weights(self._weights_path, overwrite=True)
+        if processes.is_first():
+            # Keras without keras_tp reads it here.
+            with files.replaced(self._training_metadata_path) as path:
+                with open(path, "w") as file:
+                    json.dump(progress, file)
+
+    return _save_model
+
+
+def _keep(path, beside):
+    if os.path.exists(path):
+        with files.replaced(beside) as new:
+            shutil.copyfile(path, new)
+
+
+def _load_backup(processes, original):
+    @functools.wraps(original)
+    def _load_model(self):
+        original(self)
+        if os.path.exists(self._weights_path):
+            progress = saving.noted_progress(self._weights_path)
+            if progress is not None:
+                self.model._initial_epoch = progress["epoch"]
+
+    return _load_model
+
+
+def _remove_backup(processes, original):
+    """One process removes the folder, when all have come to the end."""
+
+    @functools.wraps(original)
+    def on_train_end(self, logs=None):
+        if processes.world_size() == 1 or not saving.has_a_layout(self.model):
+            return original(self, logs)
+        processes.meet(_END)
+        if processes.is_first():
+            original(self, logs)
+        processes.meet(_END)
+
+    return on_train_end
+
+
+def _in_first(processes, original):
+    """What needs no other process is done by the first alone."""
+
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        if processes.is_first() or not saving.has_a_layout(self.model):
+            return original(self, *args, **kwargs)
+
+    return method
+
+
+def _log_elsewhere(processes, original):
+    """The others write what nobody reads, into a folder that goes with them."""
+
+    @functools.wraps(original)
+    def set_model(self, model):
+        if not processes.is_first() and saving.has_a_layout(model):
+            self._folder = tempfile.TemporaryDirectory()
+            self.log_dir = self._folder.name
+        return original(self, model)
+
+    return set_model

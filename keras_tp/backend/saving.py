@@ -6,9 +6,11 @@ place: a process that ends midway leaves the older file as it was.
 
 import contextlib
 import functools
+import json
 import os
 import tempfile
 
+import h5py
 from keras.src import backend
 from keras.src.distribution.distribution_lib import distribution
 
@@ -71,14 +73,17 @@ def _save_once(processes, is_distributed, original):
         if processes.world_size() == 1 or not (
             is_distributed(model) or _has_only_a_distribution(model)
         ):
-            place = _beside if _has_a_layout(model) else contextlib.nullcontext
+            place = _beside if has_a_layout(model) else contextlib.nullcontext
             with place(filepath) as path:
-                return original(model, path, *args, **kwargs)
+                result = original(model, path, *args, **kwargs)
+                _note(path)
+                return result
         processes.meet(_SAVING)
         place = _beside if processes.is_first() else _nowhere
         with processes.longer():
             with place(filepath) as path:
                 result = original(model, path, *args, **kwargs)
+                _note(path)
                 # If a process ended meanwhile, the older file stays.
                 processes.meet(_SAVING)
             # Whoever loads the file next finds it complete.
@@ -88,7 +93,40 @@ def _save_once(processes, is_distributed, original):
     return save
 
 
-def _has_a_layout(model):
+@contextlib.contextmanager
+def noting(progress):
+    """Files of weights that are written meanwhile hold how far training came.
+
+    In one file it is as new as the weights are, wherever a save is cut short.
+
+    Args:
+        progress: Dict of string to int.
+    """
+    _noted.append(progress)
+    try:
+        yield
+    finally:
+        _noted.pop()
+
+
+_noted = []
+_PROGRESS = "keras_tp_progress"
+
+
+def _note(path):
+    if _noted:
+        with h5py.File(path, "a") as file:
+            file.attrs[_PROGRESS] = json.dumps(_noted[-1])
+
+
+def noted_progress(path):
+    """Returns what `noting` put into a file of weights; `None` if nothing."""
+    with h5py.File(path) as file:
+        found = file.attrs.get(_PROGRESS)
+    return found and json.loads(found)
+
+
+def has_a_layout(model):
     """Whether a model is laid out here; another is saved as Keras does."""
     return distribution() is not None or any(
         variable._layout is not None for variable in model.variables

@@ -139,7 +139,6 @@ OF_SEVERAL_PROCESSES = [
         "one process prints progress",
     ),
     *callbacks.table(processes),
-    *saving.table(processes, values.is_distributed),
 ]
 
 TABLE = [
@@ -161,5 +160,7 @@ TABLE = [
         values.hook_distribute_tensor,
         "a value that is in each process, or on one device, joins the mesh",
     ),
+    *callbacks.files_table(processes),
+    *saving.table(processes, values.is_distributed),
     *map(_of_several, OF_SEVERAL_PROCESSES),
 ]

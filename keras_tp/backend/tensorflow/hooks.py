@@ -2,6 +2,7 @@
 
 import functools
 
+from keras_tp.backend import callbacks
 from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.tensorflow import batches
@@ -63,6 +64,7 @@ TABLE = [
         _hook_print_msg,
         "one process prints progress",
     ),
+    *callbacks.files_table(processes),
     *saving.table(processes, _is_distributed),
     *(
         Hook(

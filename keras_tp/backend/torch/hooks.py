@@ -345,6 +345,7 @@ TABLE = [
         "one process prints progress",
     ),
     *callbacks.table(processes),
+    *callbacks.files_table(processes),
     *saving.table(processes, _is_distributed),
     *(
         Hook(

@@ -1,0 +1,140 @@
+"""Callbacks that write files, in runs that are interrupted and resumed."""
+
+import csv
+import os
+import pathlib
+
+import h5py
+import keras
+import numpy as np
+import pytest
+
+from integration_tests import harness
+
+LAYOUTS = {"up/kernel": (None, "model"), "down/kernel": ("model", None)}
+EPOCHS = 4
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ends training as an error of one's own does."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.epoch:
+            raise Interrupted
+
+
+def network():
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(8, "relu", name="up")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(4, name="down")(x))
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def fit(model, callbacks):
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((12, 6)).astype("float32")
+    y = rng.standard_normal((12, 4)).astype("float32")
+    history = model.fit(
+        *(x, y),
+        batch_size=4,
+        epochs=EPOCHS,
+        shuffle=False,
+        verbose=0,
+        callbacks=callbacks,
+    )
+    return history.history["loss"]
+
+
+def train_with_writers(folder):
+    """Trains, is interrupted, and goes on; returns what there is to compare.
+
+    In every process of a run, with a folder that is theirs together.
+    """
+    folder = pathlib.Path(folder)
+    backup = folder / "backup"
+
+    def writers():
+        return [
+            keras.callbacks.BackupAndRestore(backup, double_checkpoint=True),
+            keras.callbacks.CSVLogger(folder / "log.csv", append=True),
+            keras.callbacks.ModelCheckpoint(
+                folder / "best.weights.h5",
+                monitor="loss",
+                save_best_only=True,
+                save_weights_only=True,
+            ),
+        ]
+
+    whole = fit(network(), [])
+    with pytest.raises(Interrupted):
+        fit(network(), [*writers(), Interrupt(2)])
+    left = sorted(os.listdir(backup))
+    resumed = fit(network(), writers())
+    with open(folder / "log.csv") as file:
+        rows = list(csv.DictReader(file))
+    return {
+        "left": left,
+        "loss": resumed,
+        "expected": whole[2:],
+        "epochs": [int(row["epoch"]) for row in rows],
+        "logged": [float(row["loss"]) for row in rows],
+        "whole": whole,
+        "folder": sorted(os.listdir(folder)),
+    }
+
+
+def check(found):
+    np.testing.assert_allclose(found["loss"], found["expected"], rtol=1e-6)
+    # One process has written.
+    assert found["epochs"] == list(range(EPOCHS))
+    np.testing.assert_allclose(found["logged"], found["whole"], rtol=1e-6)
+    assert found["left"] == [
+        "latest.weights.h5",
+        "latest.weights.h5.bkp",
+        "training_metadata.json",
+        "training_metadata.json.bkp",
+    ]
+    # The backup is gone when training has come to its end.
+    assert found["folder"] == ["best.weights.h5", "log.csv"]
+
+
+def test_an_interrupted_run_goes_on(tmp_path):
+    with harness.model_parallel(LAYOUTS, harness.fitted((1, 2))).scope():
+        found = train_with_writers(tmp_path)
+    check(found)
+
+
+def test_weights_and_epoch_are_of_one_moment(tmp_path):
+    """A run that ends between the two files resumes where its weights are."""
+    path = tmp_path / "training_metadata.json"
+    with harness.model_parallel(LAYOUTS, harness.fitted((1, 2))).scope():
+        with pytest.raises(Interrupted):
+            fit(
+                network(),
+                [keras.callbacks.BackupAndRestore(tmp_path), Interrupt(3)],
+            )
+        with h5py.File(tmp_path / "latest.weights.h5") as file:
+            assert '"epoch": 3' in file.attrs["keras_tp_progress"]
+        path.write_text('{"epoch": 1, "batch": 0}')
+        resumed = fit(network(), [keras.callbacks.BackupAndRestore(tmp_path)])
+    assert len(resumed) == EPOCHS - 3
+
+
+def test_tensorboard_is_written_by_one_process(tmp_path):
+    pytest.importorskip("tensorboard")
+    with harness.model_parallel(LAYOUTS, harness.fitted((1, 2))).scope():
+        fit(
+            network(),
+            [keras.callbacks.TensorBoard(tmp_path, histogram_freq=1)],
+        )
+    assert len(list((tmp_path / "train").iterdir())) == 1
