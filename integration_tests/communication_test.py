@@ -42,12 +42,11 @@ SENT = {
     "scatter": ("reduce_scatter", "all_gather"),
 }
 if keras.config.backend() == "tensorflow":
-    # DTensor adds up whole tensors, of which each device keeps its part, and
-    # exchanges the parts of the gradient instead of gathering them.
+    # DTensor adds up whole tensors, of which each device keeps its part.
     SENT.update(
         all_gather=("all_gather", "all_reduce"),
-        reduce_scatter=("all_reduce", "all_to_all"),
-        scatter=("all_reduce", "all_to_all"),
+        reduce_scatter=("all_reduce", "all_gather"),
+        scatter=("all_reduce", "all_gather"),
     )
 
 

@@ -25,7 +25,7 @@ from keras_tp.backend.tensorflow import selfcheck
 from keras_tp.backend.tensorflow import variables
 
 # Both are read once, when TensorFlow first runs something.
-selfcheck.disable_combined_all_reduces()
+selfcheck.disable_what_corrupts()
 devices.make_virtual()
 
 
@@ -116,7 +116,7 @@ def activate():
 
     Called before the hooks are installed.
     """
-    selfcheck.disable_combined_all_reduces()
+    selfcheck.disable_what_corrupts()
     if num_processes() == 1:
         selfcheck.check(list_devices())
     processes.agree_on_seed()

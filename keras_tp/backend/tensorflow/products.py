@@ -1,5 +1,6 @@
 """Products that DTensor cannot split, or not as TensorFlow writes them."""
 
+import math
 import string
 
 import tensorflow as tf
@@ -12,11 +13,29 @@ def matmul(original, a, b, *args, output_type=None, **kwargs):
     """Of small integers, in the type of the result.
 
     That is exact too; DTensor has no expansion of the operation that takes
-    them as they are, `BatchMatMulV3`.
+    them as they are, `BatchMatMulV3`. Where a dim is broadcast, what is summed
+    over is split alike in both.
     """
     if output_type is not None:
         a, b = tf.cast(a, output_type), tf.cast(b, output_type)
+    ranks = [len(getattr(x, "shape", ())) for x in (a, b)]
+    if min(ranks) > 1 and ranks[0] != ranks[1] and not args and not kwargs:
+        b = _summed_as(tf.convert_to_tensor(a), tf.convert_to_tensor(b))
     return original(a, b, *args, **kwargs)
+
+
+def _summed_as(a, b):
+    """Splits the dim of `b` that a product sums over as that of `a` is."""
+    specs = [placement.specs_of(x) for x in (a, b)]
+    if any(s is None or len(s) != len(x.shape) for s, x in zip(specs, (a, b))):
+        return b
+    axis = specs[0][-1]
+    if axis in (dtensor.UNSHARDED, specs[1][-2]):
+        return b
+    wanted = [dtensor.UNSHARDED if s == axis else s for s in specs[1]]
+    wanted[-2] = axis
+    mesh = placement.current_mesh()
+    return dtensor.relayout(b, dtensor.Layout(wanted, mesh))
 
 
 def tensordot(original, a, b, axes, name=None):
@@ -32,14 +51,64 @@ def tensordot(original, a, b, axes, name=None):
 
 
 def einsum(original, equation, *inputs, **kwargs):
-    """With a letter for each dim that `...` stands for.
+    """With a letter for each dim of `...`, and one dim that is summed over.
 
-    DTensor expands it itself only where all inputs have as many dims.
+    DTensor broadcasts `...` only where all inputs have as many dims. Of a
+    product that sums over several dims, it adds up parts that do not belong
+    together where its inputs are split along different ones.
     """
     inputs = [tf.convert_to_tensor(x) for x in inputs]
     if "..." in equation:
         equation = _spelled_out(equation, [len(x.shape) for x in inputs])
+    if len(inputs) == 2 and "->" in equation and "..." not in equation:
+        equation, inputs = _summed_over_one(equation.replace(" ", ""), inputs)
     return original(equation, *inputs, **kwargs)
+
+
+def _summed_over_one(equation, inputs):
+    """Returns a product with one dim in place of all that it sums over.
+
+    What is split along the first of them stays so. Those come first that a
+    weight is split along.
+    """
+    terms, _, result = equation.partition("->")
+    terms = terms.split(",")
+    shared = [x for x in terms[0] if x in terms[1] and x not in result]
+    if len(shared) < 2 or any(len(set(term)) < len(term) for term in terms):
+        return equation, inputs
+    split = _split_letters(inputs, terms)
+    shared.sort(key=lambda letter: letter not in split)
+    if any(None in x.shape for x in inputs):
+        return equation, inputs
+    if terms[0] == terms[1]:
+        return f"{terms[0]}->{result}", [inputs[0] * inputs[1]]
+    one = next(x for x in string.ascii_letters if x not in equation)
+    merged = [_merged(x, term, shared, one) for x, term in zip(inputs, terms)]
+    terms, inputs = zip(*merged)
+    return f"{','.join(terms)}->{result}", inputs
+
+
+def _merged(x, term, shared, one):
+    """Returns the letters of a tensor whose dims `shared` are one, and it."""
+    others = [letter for letter in term if letter not in shared]
+    count = math.prod(x.shape[term.index(letter)] for letter in shared)
+    sizes = [x.shape[term.index(letter)] for letter in others]
+    if list(term) == others + shared:
+        return "".join(others) + one, tf.reshape(x, [*sizes, count])
+    order = [term.index(letter) for letter in shared + others]
+    if order != sorted(order):
+        x = tf.transpose(x, order)
+    return one + "".join(others), tf.reshape(x, [count, *sizes])
+
+
+def _split_letters(inputs, terms):
+    """Returns the letters of the dims that weights are split along."""
+    return {
+        letter
+        for x, term in zip(inputs, terms)
+        for letter, axis in zip(term, placement.specs_of(x) or ())
+        if axis != dtensor.UNSHARDED
+    }
 
 
 def _spelled_out(equation, ranks):

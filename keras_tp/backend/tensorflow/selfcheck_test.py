@@ -16,8 +16,9 @@ def install(code="import keras_tp; keras_tp.install()", **flags):
         "PYTHONPATH": str(ROOT),
         "KERAS_TP_CPU_DEVICES": "2",
     }
-    # This process has set it for itself.
+    # This process has set them for itself.
     environment.pop(selfcheck.COMBINE_FLAG, None)
+    environment.pop(selfcheck.MOVE_FLAG, None)
     return subprocess.run(
         [sys.executable, "-c", code],
         env={**environment, **flags},
@@ -27,11 +28,12 @@ def install(code="import keras_tp; keras_tp.install()", **flags):
     )
 
 
-def test_training_that_tensorflow_corrupts_is_refused():
-    result = install(**{selfcheck.COMBINE_FLAG: "1"})
+@pytest.mark.parametrize("flag", [selfcheck.COMBINE_FLAG, selfcheck.MOVE_FLAG])
+def test_what_tensorflow_corrupts_is_refused(flag):
+    result = install(**{flag: "1"})
     assert result.returncode != 0
     last = [ln for ln in result.stderr.splitlines() if "Error: " in ln][-1]
-    for text in ("wrong numbers", f"{selfcheck.COMBINE_FLAG}=0", "Received"):
+    for text in ("wrong numbers", f"{flag}=0", "Received"):
         assert text in last
 
 

@@ -289,6 +289,8 @@ def hook_layer_call(original):
 
     @functools.wraps(original)
     def __call__(self, *args, **kwargs):
+        if isinstance(self, Model):
+            functions.note_model(self, args, kwargs)
         current = distribution()
         if (
             current is None

@@ -104,6 +104,11 @@ def _side_by_side(images):
     return tf.concat([tf.expand_dims(image, -2) for image in images], -2)
 
 
+def _product(equation, *inputs):
+    """As `tf.einsum`, of inputs that are laid out to be summed over."""
+    return tf.raw_ops.Einsum(inputs=inputs, equation=equation)
+
+
 def _flat(kernel):
     """Returns a kernel whose positions are one dim."""
     return tf.reshape(kernel, [-1, *kernel.shape[-2:]])
@@ -119,7 +124,7 @@ def correlate(x, kernel, window):
     """
     dims = _DIMS[: len(window.sizes)]
     seen = _side_by_side(views(x, window))
-    return tf.einsum(f"b{dims}pi,pio->b{dims}o", seen, _flat(kernel))
+    return _product(f"b{dims}pi,pio->b{dims}o", seen, _flat(kernel))
 
 
 def spread(y, kernel, window, image):
@@ -153,7 +158,7 @@ def spread(y, kernel, window, image):
     seen = _side_by_side(views(apart, one_by_one)[::-1])
     dims = _DIMS[:rank]
     # One sum over positions and channels: what devices add up is an image.
-    return tf.einsum(f"b{dims}po,pio->b{dims}i", seen, _flat(kernel))
+    return _product(f"b{dims}po,pio->b{dims}i", seen, _flat(kernel))
 
 
 def kernel_gradient(x, dy, window):
@@ -166,5 +171,5 @@ def kernel_gradient(x, dy, window):
     """
     dims = _DIMS[: len(window.sizes)]
     seen = _side_by_side(views(x, window))
-    gradient = tf.einsum(f"b{dims}pi,b{dims}o->pio", seen, dy)
+    gradient = _product(f"b{dims}pi,b{dims}o->pio", seen, dy)
     return tf.reshape(gradient, [*window.sizes, *gradient.shape[1:]])
