@@ -87,7 +87,7 @@ class _state_kept:
 
     def __enter__(self):
         # Shares the memory of a variable until that is assigned to.
-        self._kept = [placement.dtensor_of(v._value) for v in self._state]
+        self._kept = [v._value.read_value() for v in self._state]
 
     def __exit__(self, *unused):
         for variable, value in zip(self._state, self._kept):

@@ -187,7 +187,7 @@ def variable_axes(variable):
     value = variable._value
     if not isinstance(value, dtensor.DVariable):
         return None
-    specs = dtensor.fetch_layout(placement.dtensor_of(value)).sharding_specs
+    specs = dtensor.fetch_layout(value.read_value()).sharding_specs
     return tuple(None if s == dtensor.UNSHARDED else s for s in specs)
 
 

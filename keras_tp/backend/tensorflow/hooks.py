@@ -109,6 +109,18 @@ TABLE = [
         placement.hook_default_mesh,
         "an error in a step does not leave the mesh entered for what follows",
     ),
+    *(
+        Hook(
+            "tensorflow.dtensor.python.dtensor_device:DTensorDevice",
+            name,
+            hook,
+            "a split variable is one for DTensor too, on the mesh and off it",
+        )
+        for name, hook in (
+            ("is_dtensor", variables.hook_is_dtensor),
+            ("fetch_layout", variables.hook_fetch_layout),
+        )
+    ),
     Hook(
         "keras.src.backend.tensorflow.core",
         "custom_gradient",

@@ -217,11 +217,6 @@ def place_parts(part_of, shape, layout):
         return dtensor.pack(parts, layout)
 
 
-def dtensor_of(variable):
-    """Returns the value of a `dtensor.DVariable` as it lies on the devices."""
-    return dtensor.DVariable.read_value(variable)
-
-
 def local_parts(tensor):
     """Returns what this process's devices hold of a DTensor.
 
@@ -232,7 +227,7 @@ def local_parts(tensor):
         List of `(device_id, slices, array)`; see `shard_slices`.
     """
     if isinstance(tensor, dtensor.DVariable):
-        tensor = dtensor_of(tensor)
+        tensor = tensor.read_value()
     layout = dtensor.fetch_layout(tensor)
     shape = tuple(tensor.shape)
     return [
@@ -246,7 +241,7 @@ def local_parts(tensor):
 def read(tensor):
     """Returns the whole of a DTensor or a `dtensor.DVariable` as an array."""
     if isinstance(tensor, dtensor.DVariable):
-        tensor = dtensor_of(tensor)
+        tensor = tensor.read_value()
     layout = dtensor.fetch_layout(tensor)
     mesh = layout.mesh
     if (

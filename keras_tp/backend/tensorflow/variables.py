@@ -19,8 +19,9 @@ class ShardedVariable(dtensor.DVariable):
 
     TensorFlow reads one only where each device holds all of it, and mixes a
     DTensor with no other tensor. Off the mesh, in code of the user's own, an
-    eager read gives the whole value as a plain tensor. A gradient that arrives
-    at it goes on to the devices of the mesh.
+    eager operation is given the whole value as a plain tensor. A gradient that
+    arrives at it goes on to the devices of the mesh. `read_value` is the
+    DTensor, there too.
     """
 
     @property
@@ -39,10 +40,6 @@ class ShardedVariable(dtensor.DVariable):
 
     def value(self):
         value = super().value()
-        return boundary.leave_mesh(value) if _is_read_whole() else value
-
-    def read_value(self):
-        value = super().read_value()
         return boundary.leave_mesh(value) if _is_read_whole() else value
 
     def assign(self, value, *args, **kwargs):
@@ -71,6 +68,28 @@ class ShardedVariable(dtensor.DVariable):
 
     def __array__(self, dtype=None, copy=None):
         return np.asarray(placement.read(self), dtype=dtype)
+
+
+def hook_is_dtensor(original):
+    """DTensor looks for a handle, which a split variable has on the mesh."""
+
+    @functools.wraps(original)
+    def is_dtensor(self, tensor):
+        return isinstance(tensor, ShardedVariable) or original(self, tensor)
+
+    return is_dtensor
+
+
+def hook_fetch_layout(original):
+    """DTensor looks up a variable's layout by its handle."""
+
+    @functools.wraps(original)
+    def fetch_layout(self, dtensor):
+        if isinstance(dtensor, ShardedVariable):
+            return dtensor.layout
+        return original(self, dtensor)
+
+    return fetch_layout
 
 
 def _is_read_whole():
