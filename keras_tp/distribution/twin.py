@@ -97,6 +97,19 @@ def train(build_fn, x, y, steps, batch_size, seed):
     return Run(_weights(model), outputs, kept_slots, losses, values)
 
 
+def sent(result):
+    """Returns the result of a child as it was before processes sent it on.
+
+    Args:
+        result: `Run`, or as a plain tuple, which is what a message is made of;
+            or an exit code.
+    """
+    if not isinstance(result, tuple):
+        return result
+    run = Run(*result)
+    return run._replace(weights=[Weight(*weight) for weight in run.weights])
+
+
 class Child:
     """A child process without a distribution, which trains the same model.
 

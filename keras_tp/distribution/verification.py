@@ -206,7 +206,7 @@ def _train_twin(*arguments):
     # However long it takes, the others are not kept waiting in a collective.
     while not lib.from_first_process(child and child.has_ended(1.0)):
         pass
-    result = lib.from_first_process(child and child.result())
+    result = twin.sent(lib.from_first_process(child and child.result()))
     if not isinstance(result, twin.Run):
         raise RuntimeError(
             "The child process that trains the model on one device ended with "
