@@ -85,18 +85,6 @@ _TRAINER = "keras.src.backend.jax.trainer"
 
 OF_SEVERAL_PROCESSES = [
     Hook(
-        "jax._src.interpreters.pxla:ExecuteReplicated",
-        "__call__",
-        programs.hook_call,
-        "what devices of CPUs send is not taken for that of another program",
-    ),
-    Hook(
-        "jax._src.pjit",
-        "_get_fastpath_data",
-        programs.hook_fast_path,
-        "every program on CPUs is waited for",
-    ),
-    Hook(
         "jax._src.array:ArrayImpl",
         "_value",
         values.hook_value,
@@ -159,6 +147,24 @@ TABLE = [
         "distribute_tensor",
         values.hook_distribute_tensor,
         "a value that is in each process, or on one device, joins the mesh",
+    ),
+    Hook(
+        "jax._src.interpreters.pxla:ExecuteReplicated",
+        "__call__",
+        programs.hook_call,
+        "programs with collectives on CPUs run one after the other",
+    ),
+    Hook(
+        "jax._src.pjit",
+        "_get_fastpath_data",
+        programs.hook_fast_path,
+        "programs with collectives on CPUs run one after the other",
+    ),
+    Hook(
+        f"{_TRAINER}:JAXTrainer",
+        "_make_function",
+        programs.hook_make_function,
+        "programs with collectives on CPUs run one after the other",
     ),
     *callbacks.files_table(processes),
     *saving.table(processes, values.is_distributed),
