@@ -54,7 +54,8 @@ class Classes:
         """A dim made of two is split along its major factor.
 
         If the devices are more, along that and part of the minor one: 2 heads
-        of keys by 4 groups of queries on 4 devices are split 2 by 2.
+        of keys by 4 groups of queries on 4 devices are split 2 by 2. The inside
+        of a head is no such part: it is kept whole.
         """
         dims, count = self.dims, self.count
         kept = {dims.find(node) for node in dims.whole}
@@ -68,7 +69,11 @@ class Classes:
                     )
                     continue
                 rest = count // size
-                if count % size == 0 and dims.size(minor) % rest == 0:
+                if (
+                    count % size == 0
+                    and dims.size(minor) % rest == 0
+                    and dims.find(minor) not in kept
+                ):
                     dims.join(flat, major)
                     self.composite[major] = size
                     continue

@@ -208,6 +208,54 @@ def test_heads_made_of_two_dims_are_split_along_both():
     assert split(plan_of(composite, 4)) == {"x/a/kernel": 1, "x/d/kernel": 0}
 
 
+class Flat(layers.Layer):
+    """Projections to one dim, reshaped to heads; keys are repeated."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.q = layers.Dense(64, name="a")
+        self.k = layers.Dense(32, name="b")
+        self.v = layers.Dense(32, name="c")
+        self.o = layers.Dense(24, name="d")
+
+    def build(self, shape):
+        for layer in (self.q, self.k, self.v):
+            layer.build(shape)
+        self.o.build((*shape[:-1], 64))
+
+    def call(self, x):
+        ops = keras.ops
+
+        def heads(x, count):
+            x = ops.reshape(x, (-1, 6, count, 16))
+            return ops.transpose(
+                ops.repeat(x, 4 // count, axis=2), (0, 2, 1, 3)
+            )
+
+        q, k, v = heads(self.q(x), 4), heads(self.k(x), 2), heads(self.v(x), 2)
+        scores = ops.softmax(ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))))
+        out = ops.transpose(ops.matmul(scores, v), (0, 2, 1, 3))
+        return self.o(ops.reshape(out, (-1, 6, 64)))
+
+
+def test_heads_of_a_flat_projection_are_never_cut_inside():
+    """As KerasHub's SmolLM3; half heads would be gathered in each step."""
+
+    def build():
+        inputs = keras.Input((6, 24))
+        return keras.Model(inputs, Flat(name="x")(inputs))
+
+    plan = plan_of(build, 2)
+    assert split(plan)["x/b/kernel"] == 1
+    plan = plan_of(build, 4)
+    assert split(plan) == {
+        "x/a/kernel": 1,
+        "x/a/bias": 0,
+        "x/d/kernel": 0,
+    }
+    assert "heads" in plan["x/b/kernel"].why
+
+
 class Fused(layers.Layer):
     """Queries, keys and values in one kernel."""
 
