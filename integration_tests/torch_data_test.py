@@ -15,6 +15,7 @@ if keras.config.backend() != "torch":
     pytest.skip("processes of torch", allow_module_level=True)
 
 import torch
+from keras.src.trainers.epoch_iterator import EpochIterator
 
 from integration_tests import harness
 from keras_tp import distribution
@@ -192,6 +193,14 @@ def test_by_default_every_process_is_given_the_global_batch(kind):
     with model_parallel(auto_shard_dataset=True).scope():
         found = run(arrays, kind, BATCH)
     assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__[3:])
+def test_an_iterator_of_batches_without_a_model_takes_any_data(kind):
+    with model_parallel(auto_shard_dataset=True).scope():
+        iterator = EpochIterator(**kind(samples(8), 4))
+        sizes = [len(batch[0]) for *_, batches in iterator for batch in batches]
+    assert sizes == [4, 4]
 
 
 def test_data_parallel_parts_with_a_sampler_of_torch():

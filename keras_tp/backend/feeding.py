@@ -20,9 +20,12 @@ import warnings
 import keras
 import numpy as np
 from keras import tree
+from keras.src.distribution.distribution_lib import distribution
+from keras.src.distribution.distribution_lib import set_distribution
 from keras.src.trainers.data_adapters import data_adapter_utils
 
 from keras_tp.backend import agreement
+from keras_tp.backend.hooks import Hook
 
 _SAME_DATA = (
     "Every process is fed the same global batch: give all of them the same "
@@ -30,6 +33,39 @@ _SAME_DATA = (
     "under a distribution with `auto_shard_dataset=False` and an axis that "
     "splits batches."
 )
+
+
+def table(processes):
+    """Returns the rows of a hook table.
+
+    Args:
+        processes: The backend's module of that name, with `world_size`.
+    """
+
+    def hook_get_data_adapter(original):
+        """Keras's adapters see one process: devices take their part later."""
+
+        @functools.wraps(original)
+        def get_data_adapter(*args, **kwargs):
+            current = distribution()
+            if current is None or processes.world_size() == 1:
+                return original(*args, **kwargs)
+            set_distribution(None)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                set_distribution(current)
+
+        return get_data_adapter
+
+    return [
+        Hook(
+            "keras.src.trainers.data_adapters",
+            "get_data_adapter",
+            hook_get_data_adapter,
+            "several processes are given data of any kind",
+        )
+    ]
 
 
 class Parts(collections.namedtuple("Parts", ["by_process", "axis_size"])):

@@ -9,7 +9,6 @@ from jax.experimental import multihost_utils
 from jax.experimental import sparse
 from keras.src import tree
 from keras.src.distribution.distribution_lib import distribution
-from keras.src.distribution.distribution_lib import set_distribution
 
 from keras_tp.backend import feeding
 from keras_tp.backend.jax import processes
@@ -170,19 +169,14 @@ def hook_predict_on_batch(original):
 
 
 def hook_epoch_iterator(original):
-    """Keras's adapters see one process: each device takes its part later."""
+    """All processes agree on how many batches there are."""
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         current = distribution()
+        original(self, *args, **kwargs)
         if current is None:
-            original(self, *args, **kwargs)
             return
-        set_distribution(None)
-        try:
-            original(self, *args, **kwargs)
-        finally:
-            set_distribution(current)
         self.data_adapter = feeding.AgreedLength(
             self.data_adapter, processes.gather, parts_of(current) is not None
         )

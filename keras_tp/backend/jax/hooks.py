@@ -8,6 +8,7 @@ from keras.src.backend.jax import core
 from keras.src.distribution.distribution_lib import distribution
 
 from keras_tp.backend import callbacks
+from keras_tp.backend import feeding
 from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.jax import batches
@@ -127,6 +128,7 @@ OF_SEVERAL_PROCESSES = [
         "one process prints progress",
     ),
     *callbacks.table(processes),
+    *feeding.table(processes),
 ]
 
 TABLE = [

@@ -3,6 +3,7 @@
 import functools
 
 from keras_tp.backend import callbacks
+from keras_tp.backend import feeding
 from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.tensorflow import batches
@@ -65,6 +66,7 @@ TABLE = [
         "one process prints progress",
     ),
     *callbacks.files_table(processes),
+    *feeding.table(processes),
     *saving.table(processes, _is_distributed),
     *(
         Hook(

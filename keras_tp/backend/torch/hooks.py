@@ -8,10 +8,10 @@ from keras.src import initializers
 from keras.src import tree
 from keras.src.backend.torch import core
 from keras.src.distribution.distribution_lib import distribution
-from keras.src.distribution.distribution_lib import set_distribution
 from torch.distributed.tensor import DTensor
 
 from keras_tp.backend import callbacks
+from keras_tp.backend import feeding
 from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.torch import batches
@@ -164,19 +164,14 @@ def _hook_symbolic_build(original):
 
 
 def _hook_epoch_iterator(original):
-    """Keras's adapters see one process: batches are split in each step."""
+    """All processes agree on how many batches there are."""
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         current = distribution()
+        original(self, *args, **kwargs)
         if current is None or processes.world_size() == 1:
-            original(self, *args, **kwargs)
             return
-        set_distribution(None)
-        try:
-            original(self, *args, **kwargs)
-        finally:
-            set_distribution(current)
         self.data_adapter = batches.AgreedLength(self.data_adapter, current)
         self._num_batches = self.data_adapter.num_batches
 
@@ -346,6 +341,7 @@ TABLE = [
     ),
     *callbacks.table(processes),
     *callbacks.files_table(processes),
+    *feeding.table(processes),
     *saving.table(processes, _is_distributed),
     *(
         Hook(
