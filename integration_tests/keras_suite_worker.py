@@ -180,7 +180,7 @@ class Plugin:
 
     def share_folders(self):
         """Gives all processes the temporary folders that a test asks for."""
-        make, remove = tempfile.mkdtemp, shutil.rmtree
+        make, remove_tree, remove = tempfile.mkdtemp, shutil.rmtree, os.remove
 
         def mkdtemp(suffix=None, prefix=None, dir=None):
             if not called_by_test():
@@ -194,32 +194,52 @@ class Plugin:
         def rmtree(path, *args, **kwargs):
             # Another process may still read there; all of it is removed in
             # the end.
-            if not str(path).startswith(str(self.shared)):
+            if not (self.is_shared(path) and called_by_test()):
+                remove_tree(path, *args, **kwargs)
+
+        def remove_file(path, *args, **kwargs):
+            if not (self.is_shared(path) and called_by_test()):
+                return remove(path, *args, **kwargs)
+            # Another process may still read it.
+            self.made += 1
+            self.exchange(f"{self.folder}.{self.made}.before", "")
+            if self.rank == 0:
                 remove(path, *args, **kwargs)
+            self.exchange(f"{self.folder}.{self.made}.after", "")
 
         tempfile.mkdtemp = mkdtemp
         shutil.rmtree = rmtree
+        os.remove = remove_file
+
+    def is_shared(self, path):
+        return str(path).startswith(str(self.shared))
 
     def meet(self, outcome):
         """Waits for the other processes; ends where they are out of step."""
-        folder = self.shared / "steps"
-        folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f"{self.folder}.{self.rank}.part"
-        beside.write_text(outcome)
-        beside.rename(folder / f"{self.folder}.{self.rank}")
-        until = time.monotonic() + self.limit
-        theirs = {}
-        while len(theirs) < self.world_size:
-            for rank in range(self.world_size):
-                path = folder / f"{self.folder}.{rank}"
-                if rank not in theirs and path.exists():
-                    theirs[rank] = path.read_text()
-            if time.monotonic() > until:
-                break
-            time.sleep(0.002)
-        if len(theirs) < self.world_size or len(set(theirs.values())) > 1:
+        theirs = self.exchange(self.folder, outcome)
+        # After a failure they may be, in a collective.
+        if theirs != ["passed"] * self.world_size and theirs != (
+            ["skipped"] * self.world_size
+        ):
             sys.stdout.flush()
             os._exit(OUT_OF_STEP)
+
+    def exchange(self, name, text):
+        """Returns the texts of all processes that came in time."""
+        folder = self.shared / "steps"
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f"{name}.{self.rank}.part"
+        beside.write_text(text)
+        beside.rename(folder / f"{name}.{self.rank}")
+        until = time.monotonic() + self.limit
+        theirs = {}
+        while len(theirs) < self.world_size and time.monotonic() < until:
+            for rank in range(self.world_size):
+                path = folder / f"{name}.{rank}"
+                if rank not in theirs and path.exists():
+                    theirs[rank] = path.read_text()
+            time.sleep(0.002)
+        return list(theirs.values())
 
 
 def called_by_test():
