@@ -197,7 +197,12 @@ class TensorParallel(ModelParallel):
             },
         )
         for variable in model.weights:
-            self._note(variable, self.plan[variable.path].layout_axes)
+            row, shape = self.plan[variable.path], tuple(variable.shape)
+            # A path may have several variables, as a kernel and its packed
+            # values while GPTQ quantizes it. The plan keeps them whole.
+            is_alike = row.shape == shape
+            axes = row.layout_axes if is_alike else (None,) * len(shape)
+            self._note(variable, axes)
 
     def can_check(self, model):
         return self._is_given or inputs.are_known(model)

@@ -310,3 +310,27 @@ def test_inputs_that_build_was_given_by_name():
     plan = distribution.plan_sharding(model, mesh())
     assert plan[model.up.kernel.path].axes == (None, "model")
     assert plan[model.down.kernel.path].axes == ("model", None)
+
+
+class TwoOfOneName(layers.Layer):
+    """As a kernel and its packed values while it is quantized."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight((shape[-1], 4, 2), name="kernel")
+        self.packed = self.add_weight((shape[-1], 8), name="kernel")
+
+    def call(self, x):
+        whole = keras.ops.reshape(self.kernel, (x.shape[-1], 8))
+        return keras.ops.matmul(x, whole + self.packed)
+
+
+def test_variables_of_one_path_and_several_shapes_are_whole():
+    with TensorParallel(mesh()).scope():
+        model = keras.Sequential([TwoOfOneName(name="two")])
+        model.compile("sgd", "mse")
+        x = np.ones((4, 6), "float32")
+        model.fit(x, np.ones((4, 8), "float32"), verbose=0)
+    kernel, packed = model.weights
+    assert kernel.path == packed.path
+    assert kernel._layout.axes == (None, None, None)
+    assert packed._layout.axes == (None, None)
