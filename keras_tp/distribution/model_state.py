@@ -203,7 +203,7 @@ def _complete_models_with(variable):
 
 def _is_made(model):
     """Returns whether `__init__` of a model has come to its end."""
-    return "_lock" in vars(model)
+    return "_parent_path" in vars(model)
 
 
 def _inner(model):

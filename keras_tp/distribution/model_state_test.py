@@ -160,3 +160,32 @@ def test_parameters_that_an_optimizer_is_given_are_those_that_train():
     assert_planned(model, distribution)
     after = keras.ops.convert_to_numpy(model.weights[0])
     assert np.abs(after - before).max() > 1e-5
+
+
+class ReadsInBuild(layers.Layer):
+    """As KerasHub's DINOv2, which interpolates its positions."""
+
+    def build(self, shape):
+        self.positions = self.add_weight((shape[-1],), name="positions")
+        self.scaled = self.add_weight((shape[-1],), name="scaled")
+        self.scaled.assign(self.positions * 2.0)
+
+    def call(self, x):
+        return x + self.scaled
+
+
+class SetsLayersFirst(keras.Model):
+    def __init__(self):
+        self.embeddings = ReadsInBuild()
+        inputs = keras.Input((4,))
+        x = layers.Dense(4)(self.embeddings(inputs))
+        super().__init__(inputs, x)
+
+
+def test_a_weight_is_read_before_its_model_is_made():
+    with parallel().scope():
+        model = SetsLayersFirst()
+        np.testing.assert_allclose(
+            model.embeddings.scaled, 2 * np.array(model.embeddings.positions)
+        )
+        assert model.predict(np.ones((2, 4)), verbose=0).shape == (2, 4)
