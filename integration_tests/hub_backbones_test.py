@@ -1,0 +1,113 @@
+"""Every backbone of KerasHub, split by its plan, against one device.
+
+The models are those of `benchmarks/plan_survey.py`: tiny, with random weights.
+`KERAS_TP_HUB=DINOV2,SAM` runs these alone.
+"""
+
+import os
+import pathlib
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from integration_tests import harness
+from integration_tests import hub_models
+from keras_tp import distribution
+
+BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
+# CI has time for one, which reads weights while it is made.
+QUICK = ["DINOV2"]
+# One step of SGD with this rate changes outputs by less than rounding grows.
+RATE = 1e-3
+# Of the largest number; many of these models have no scale to speak of.
+TOLERANCE = 2e-4
+
+
+def survey():
+    """Returns a dict of builders by name, and one of what inputs they need."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import plan_survey
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return plan_survey.builders(), plan_survey.INPUT_SPECS
+
+
+def names():
+    given = os.environ.get("KERAS_TP_HUB")
+    if given:
+        return given.split(",")
+    if os.environ.get("KERAS_TP_SLOW") != "1":
+        return QUICK
+    return list(survey()[0])
+
+
+def inputs_of(model, spec):
+    """Returns a batch for a model: values that are possible as inputs."""
+    rng = np.random.default_rng(5)
+    given = {}
+    if isinstance(spec, dict):
+        given = {name: getattr(s, "shape", s) for name, s in spec.items()}
+    elif spec is not None:
+        tensors = keras.tree.flatten(model.input)
+        shapes = [getattr(s, "shape", s) for s in spec]
+        given = dict(zip([t.name for t in tensors], shapes, strict=True))
+
+    def values(tensor):
+        shape = given.get(tensor.name, tensor.shape)[1:]
+        shape = (2, *(size or hub_models.LENGTH for size in shape))
+        if "mask" in tensor.name or tensor.dtype == "bool":
+            return np.ones(shape, tensor.dtype)
+        if "int" in tensor.dtype:
+            few = any(k in tensor.name for k in ("segment", "position", "ind"))
+            low, high = (0, 2) if few else (1, hub_models.VOCABULARY)
+            return rng.integers(low, high, shape).astype("int32")
+        return rng.standard_normal(shape, "float32")
+
+    return keras.tree.map_structure(values, model.input)
+
+
+def numbers(structure):
+    """Returns the float arrays of a structure."""
+    found = [np.asarray(leaf) for leaf in keras.tree.flatten(structure)]
+    return [array for array in found if array.dtype.kind == "f"]
+
+
+def run(build, spec, weights=None):
+    """Returns outputs before and after a train step, and first weights."""
+    keras.utils.set_random_seed(3)
+    model = build()
+    if weights is None:
+        weights = model.get_weights()
+    else:
+        model.set_weights(weights)
+    x = inputs_of(model, spec)
+    before = model.predict_on_batch(x)
+    targets = keras.tree.map_structure(np.zeros_like, before)
+    losses = keras.tree.map_structure(lambda _: "mse", before)
+    kwargs = {"weighted_metrics": []} if hasattr(model, "sampler") else {}
+    model.compile(keras.optimizers.SGD(RATE), losses, **kwargs)
+    model.train_on_batch(x, targets)
+    return model, numbers(before), numbers(model.predict_on_batch(x)), weights
+
+
+@pytest.mark.parametrize("name", names())
+def test_backbone(name):
+    pytest.importorskip("keras_hub")
+    builders, specs = survey()
+    build, spec = builders[name], specs.get(name)
+    _, *expected, weights = run(build, spec)
+    assert any(
+        not np.array_equal(a, b) for a, b in zip(*expected, strict=True)
+    ), "the train step changed nothing"
+    with distribution.TensorParallel(harness.mesh((1, 2))).scope():
+        model, *found, _ = run(build, spec, weights)
+    assert harness.split_paths(model)
+    for kind, ours, theirs in zip(("first", "trained"), found, expected):
+        for a, b in zip(ours, theirs, strict=True):
+            largest = np.abs(b).max() or 1.0
+            np.testing.assert_allclose(
+                a, b, rtol=0, atol=TOLERANCE * largest, err_msg=kind
+            )
