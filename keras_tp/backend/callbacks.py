@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 
+from keras_tp.backend import digests
 from keras_tp.backend import files
 from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
@@ -126,15 +127,49 @@ def _keep(path, beside):
 
 
 def _load_backup(processes, original):
+    """The epoch is that of the weights, where the file of weights has one."""
+
     @functools.wraps(original)
     def _load_model(self):
-        original(self)
+        if not saving.has_a_layout(self.model):
+            return original(self)
+        metadata_path = self._training_metadata_path
+        # Keras reads the weights alone.
+        self._training_metadata_path = ""
+        try:
+            original(self)
+        finally:
+            self._training_metadata_path = metadata_path
+        progress = None
         if os.path.exists(self._weights_path):
-            progress = saving.noted_progress(self._weights_path)
-            if progress is not None:
-                self.model._initial_epoch = progress["epoch"]
+            progress = digests.progress_of(self._weights_path)
+        if progress is not None:
+            self.model._initial_epoch = progress["epoch"]
+        elif os.path.exists(metadata_path):
+            self.model._initial_epoch = _epoch_of(metadata_path)
 
     return _load_model
+
+
+def _epoch_of(path):
+    """Returns the epoch in a file that Keras wrote."""
+    with open(path, "rb") as file:
+        text = file.read()
+    try:
+        epoch = json.loads(text)["epoch"]
+    except (ValueError, RecursionError, LookupError, TypeError) as e:
+        raise _no_progress(path, text) from e
+    if type(epoch) is not int or epoch < 0:
+        raise _no_progress(path, text)
+    return epoch
+
+
+def _no_progress(path, text):
+    return digests.UnreadableFileError(
+        f"The file {path!r} does not say which epoch training came to: it has "
+        'to hold `{"epoch": 3}` or the like. Remove the folder of the backup '
+        f"to train from the start. Received: {text[:60]!r}"
+    )
 
 
 def _remove_backup(processes, original):

@@ -30,21 +30,64 @@ def replaced(path):
         OSError: if there is no space left, with the name of the file.
     """
     path = pathlib.Path(os.path.realpath(path))
+    with folder_beside(path) as folder:
+        new = folder / path.name
+        with full_disk_named(path):
+            yield str(new)
+            flush(new)
+        put(new, path)
+
+
+@contextlib.contextmanager
+def folder_beside(path):
+    """Gives a folder to write to, which goes at the end.
+
+    What earlier processes left that ended while they wrote goes as well.
+
+    Args:
+        path: `pathlib.Path` of the file that is to be replaced.
+    """
     _remove_leftovers(path)
     prefix = _FOLDER.format(name=path.name, host=_host(), process=os.getpid())
     # A new one that only this user can enter: no link can be put there.
     folder = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
-    new = folder / path.name
     try:
-        with _full_disk_named(path):
-            yield str(new)
-            _flush(new)
-        if path.exists():
-            shutil.copymode(path, new)
-        os.replace(new, path)
-        _flush(path.parent)
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def put(new, path):
+    """Puts a file that was flushed in the place of another one.
+
+    Args:
+        new: `pathlib.Path` of the file, on the same disk.
+        path: `pathlib.Path` that it is to have, of a file or not yet of one.
+    """
+    if path.exists():
+        shutil.copymode(path, new)
+    os.replace(new, path)
+    flush(path.parent)
+
+
+def are_others_writing(path):
+    """Returns whether somebody else writes what is to replace a file.
+
+    Args:
+        path: `pathlib.Path` of the file.
+    """
+    own = f"{_host()}-{os.getpid()}"
+    return any(
+        found.group(1) != own
+        for found in map(_folders_of(path).fullmatch, os.listdir(path.parent))
+        if found
+    )
+
+
+def _folders_of(path):
+    """Returns the pattern of the folders in which a file is written."""
+    name = re.escape(path.name)
+    return re.compile(rf"\.{name}\.(\w+-\d+)\.\w+")
 
 
 def _host():
@@ -53,11 +96,13 @@ def _host():
 
 def _remove_leftovers(path):
     """Removes what processes of this host left that ended while they wrote."""
-    name, host = re.escape(path.name), re.escape(_host())
-    pattern = re.compile(rf"\.{name}\.{host}-(\d+)\.\w+")
+    pattern = _folders_of(path)
     for folder in path.parent.iterdir():
         found = pattern.fullmatch(folder.name)
-        if found and not _is_alive(int(found.group(1))):
+        if not found:
+            continue
+        host, _, process = found.group(1).rpartition("-")
+        if host == _host() and not _is_alive(int(process)):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -73,8 +118,12 @@ def _is_alive(process):
 
 
 @contextlib.contextmanager
-def _full_disk_named(path):
-    """Says what a disk without space means for the file that is replaced."""
+def full_disk_named(path):
+    """Says what a disk without space means for the file that is replaced.
+
+    Args:
+        path: `pathlib.Path` of the file.
+    """
     try:
         yield
     except (OSError, RuntimeError) as e:
@@ -91,8 +140,12 @@ def _full_disk_named(path):
         ) from e
 
 
-def _flush(path):
-    """Waits until a file, or the names in a folder, are on the disk."""
+def flush(path):
+    """Waits until a file, or the names in a folder, are on the disk.
+
+    Args:
+        path: String or path.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

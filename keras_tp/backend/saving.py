@@ -6,19 +6,24 @@ place: a process that ends midway leaves the older file as it was.
 
 import contextlib
 import functools
-import json
 import os
 import tempfile
 
-import h5py
 from keras.src import backend
 from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend import digests
 from keras_tp.backend import files
+from keras_tp.backend import parts
+from keras_tp.backend import trailer
 from keras_tp.backend.hooks import Hook
 
 # What Keras writes as one file.
 _FILES = (".keras", ".h5", ".hdf5")
+_STORE = "keras.src.saving.saving_lib:H5IOStore"
+_STORE_OF_PARTS = "keras.src.saving.saving_lib:ShardedH5IOStore"
+_DAMAGE = "damage is found before anything is loaded"
+_SEAL = "a variable that is missing in the file is found"
 _SAVING = "Saving, in which only one process writes the files,"
 
 
@@ -55,10 +60,25 @@ def table(processes, is_distributed):
             "files of models that are distributed are not read into memory",
         ),
         Hook(
-            "keras.src.saving.saving_lib:H5IOStore",
+            _STORE,
             "__setitem__",
             _store_once,
-            "processes that do not write keep no copy of the model",
+            "one process writes, and adds digests",
+        ),
+        Hook(
+            _STORE,
+            "__getitem__",
+            _note_read,
+            "a value of another kind is found before it is converted",
+        ),
+        *(
+            Hook(store, name, hook, why)
+            for store, name, hook, why in (
+                (_STORE, "__init__", _check_store, _DAMAGE),
+                (_STORE_OF_PARTS, "__init__", _check_parts, _DAMAGE),
+                (_STORE, "close", _seal_store, _SEAL),
+                (_STORE_OF_PARTS, "close", _seal_store, _SEAL),
+            )
         ),
     ]
 
@@ -70,20 +90,21 @@ def _save_once(processes, is_distributed, original):
     def save(model, filepath, *args, **kwargs):
         if not isinstance(filepath, (str, os.PathLike)):
             return original(model, filepath, *args, **kwargs)
+        is_parts = original.__name__ == "save_weights_only" and (
+            args[0] if args else kwargs.get("max_shard_size")
+        )
+        in_place = functools.partial(_beside, is_parts=is_parts)
         if processes.world_size() == 1 or not (
             is_distributed(model) or _has_only_a_distribution(model)
         ):
-            place = _beside if has_a_layout(model) else contextlib.nullcontext
+            place = in_place if has_a_layout(model) else contextlib.nullcontext
             with place(filepath) as path:
-                result = original(model, path, *args, **kwargs)
-                _note(path)
-                return result
+                return original(model, path, *args, **kwargs)
         processes.meet(_SAVING)
-        place = _beside if processes.is_first() else _nowhere
+        place = in_place if processes.is_first() else _nowhere
         with processes.longer():
             with place(filepath) as path:
                 result = original(model, path, *args, **kwargs)
-                _note(path)
                 # If a process ended meanwhile, the older file stays.
                 processes.meet(_SAVING)
             # Whoever loads the file next finds it complete.
@@ -110,20 +131,22 @@ def noting(progress):
 
 
 _noted = []
-_PROGRESS = "keras_tp_progress"
 
 
-def _note(path):
-    if _noted:
-        with h5py.File(path, "a") as file:
-            file.attrs[_PROGRESS] = json.dumps(_noted[-1])
+@contextlib.contextmanager
+def checking():
+    """Files of weights that are opened meanwhile are compared with digests.
+
+    Gives a list that holds the array that was read last.
+    """
+    _checking.append([])
+    try:
+        yield _checking[-1]
+    finally:
+        _checking.pop()
 
 
-def noted_progress(path):
-    """Returns what `noting` put into a file of weights; `None` if nothing."""
-    with h5py.File(path) as file:
-        found = file.attrs.get(_PROGRESS)
-    return found and json.loads(found)
+_checking = []
 
 
 def has_a_layout(model):
@@ -139,16 +162,33 @@ def _has_only_a_distribution(model):
 
 
 @contextlib.contextmanager
-def _beside(filepath):
+def _beside(filepath, is_parts):
     """Gives the path to write to, and then puts what is there in its place."""
+    _sealing.append(True)
+    try:
+        with _in_place_of(filepath, is_parts) as path:
+            yield path
+    finally:
+        _sealing.pop()
+
+
+_sealing = []
+
+
+@contextlib.contextmanager
+def _in_place_of(filepath, is_parts):
     path = os.path.realpath(filepath)
     folder, name = os.path.split(path)
+    if is_parts and os.path.isdir(folder):
+        with parts.replaced(path) as new:
+            yield new
+        return
     if (
         not name.endswith(_FILES)
         or os.path.isdir(path)
         or not os.path.isdir(folder)
     ):
-        # A folder, or files of several parts, or elsewhere.
+        # A folder, or elsewhere.
         yield filepath
         return
     with files.replaced(path) as new:
@@ -186,9 +226,71 @@ def _store_once(original):
 
     @functools.wraps(original)
     def __setitem__(self, key, value):
+        if not _sealing and not _joining:
+            original(self, key, value)
+            return
+        value = backend.convert_to_numpy(value)
         if _joining:
-            backend.convert_to_numpy(value)
             return
         original(self, key, value)
+        digests.note(self._h5_entry_group[key], value)
 
     return __setitem__
+
+
+def _note_read(original):
+    @functools.wraps(original)
+    def __getitem__(self, key):
+        value = original(self, key)
+        if _checking:
+            _checking[-1][:] = [value]
+        return value
+
+    return __getitem__
+
+
+def _check_store(original):
+    @functools.wraps(original)
+    def __init__(self, path_or_io, *args, **kwargs):
+        if not _checking:
+            original(self, path_or_io, *args, **kwargs)
+            return
+        try:
+            # Before HDF5 reads it.
+            digests.check_bytes(path_or_io, *args, **kwargs)
+            original(self, path_or_io, *args, **kwargs)
+        except FileNotFoundError:
+            raise
+        except digests.READING_ERRORS as e:
+            raise digests.unreadable(e) from e
+        if self.mode == "r":
+            digests.check(self.h5_file)
+
+    return __init__
+
+
+def _check_parts(original):
+    @functools.wraps(original)
+    def __init__(self, path_or_io, *args, **kwargs):
+        if _checking:
+            parts.check(path_or_io)
+        original(self, path_or_io, *args, **kwargs)
+
+    return __init__
+
+
+def _seal_store(original):
+    @functools.wraps(original)
+    def close(self):
+        # HDF5 calls a file "r+" that it writes.
+        file = self.h5_file
+        if not _sealing or not file or file.mode != "r+":
+            original(self)
+            return
+        digests.seal(file, _noted[-1] if _noted else None)
+        path = file.filename
+        original(self)
+        if self.io_file is None:
+            trailer.append(path)
+
+    return close

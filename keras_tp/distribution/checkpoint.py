@@ -2,30 +2,71 @@
 
 import contextlib
 import functools
+import struct
 import warnings
 import zipfile
+import zlib
 
+from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import StatelessScope
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend import digests
+from keras_tp.backend import saving
 
-class UnreadableFileError(ValueError, OSError):
-    """A file could not be read, where Keras raises an `OSError`.
-
-    `BackupAndRestore` catches it and takes the file before the last.
-    """
+# What reading a damaged archive, JSON or HDF5 raises. No other `RuntimeError`:
+# those of processes that are missing are no fault of the file.
+_DAMAGE = (
+    EOFError,
+    KeyError,
+    NotImplementedError,
+    OSError,
+    RecursionError,
+    ValueError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 class _DryRun(StatelessScope):
-    """Scope in which `assign` checks its value and then forgets it."""
+    """Scope in which `assign` checks its value and then forgets it.
 
-    def __init__(self):
+    Args:
+        last_read: List that holds the array that was read from the file last.
+    """
+
+    def __init__(self, last_read):
         super().__init__(initialize_variables=False)
+        self._last_read = last_read
+        self.converted = {}
 
     def add_update(self, update):
-        pass
+        variable, _ = update
+        for value in self._last_read:
+            if value.shape == tuple(variable.shape):
+                self._check_dtype(variable, value.dtype.name)
+
+    def _check_dtype(self, variable, saved):
+        held = backend.standardize_dtype(variable._dtype)
+        if saved == held or saved.startswith("void"):
+            return
+        if _kind(saved) != _kind(held):
+            raise ValueError(
+                f"The value of {variable.path!r} was saved as {saved}, and the "
+                f"variable is of {held}: a value of another kind is not "
+                "converted. Build the model with the dtypes that it was saved "
+                f"with. Received: dtype={saved}"
+            )
+        self.converted[variable.path] = saved, held
+
+
+def _kind(dtype):
+    return (
+        "float" if backend.is_float_dtype(dtype) else dtype.rstrip("0123456789")
+    )
 
 
 def check_before_loading(original):
@@ -43,11 +84,23 @@ def check_before_loading(original):
             with warnings.catch_warnings():
                 # The real pass below gives the same warnings.
                 warnings.simplefilter("ignore")
-                with _DryRun():
-                    original(model, filepath, *args, **kwargs)
+                with saving.checking() as last_read:
+                    with _DryRun(last_read) as run:
+                        original(model, filepath, *args, **kwargs)
+        _warn_of_conversions(filepath, run.converted)
         return original(model, filepath, *args, **kwargs)
 
     return load_weights_only
+
+
+def _warn_of_conversions(filepath, converted):
+    for path, (saved, held) in list(converted.items())[:1]:
+        warnings.warn(
+            f"{len(converted)} variables have another dtype in the file "
+            f"{str(filepath)!r}, and are converted. The first is {path!r}: "
+            f"saved as {saved}, now {held}.",
+            stacklevel=3,
+        )
 
 
 def outside_of_the_pass(original):
@@ -74,7 +127,7 @@ def name_file(original):
     def load_model(filepath, *args, **kwargs):
         if distribution() is None:
             return original(filepath, *args, **kwargs)
-        with _errors_name(filepath, "No model was made."):
+        with _errors_name(filepath, "No model was made."), saving.checking():
             return original(filepath, *args, **kwargs)
 
     return load_model
@@ -86,8 +139,10 @@ def _errors_name(filepath, consequence):
         yield
     except FileNotFoundError:
         raise
-    except (EOFError, KeyError, OSError, ValueError, zipfile.BadZipFile) as e:
-        kind = UnreadableFileError if isinstance(e, OSError) else ValueError
+    except _DAMAGE as e:
+        kind = ValueError
+        if isinstance(e, OSError):
+            kind = digests.UnreadableFileError
         raise kind(
             f"The file {str(filepath)!r} is damaged or does not fit the "
             f"model. {consequence} First problem: {e}"

@@ -1,0 +1,95 @@
+"""A digest at the end of an HDF5 file, of the bytes that are no values.
+
+It is compared before HDF5 reads the file: the library may take forever over
+one whose structure is damaged. HDF5 ignores what comes after its own end of a
+file. The values have digests of their own, in `digests.py`.
+"""
+
+import hashlib
+import json
+import os
+
+import h5py
+
+_BEGIN = b"\nkeras_tp "
+# The last bytes are the length of the trailer.
+_LENGTH = b" %012d\n"
+_LENGTH_BYTES = len(_LENGTH % 0)
+_BLOCK_BYTES = 2**20
+
+
+def append(path):
+    """Adds the trailer to a file that was closed.
+
+    Args:
+        path: String or path.
+    """
+    with open(path, "rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        values = _values(path)
+        held = {
+            "bytes": size,
+            "values": values,
+            "sha256": _digest(file, size, values),
+        }
+        text = _BEGIN + json.dumps(held).encode()
+        file.seek(size)
+        file.write(text + _LENGTH % (len(text) + _LENGTH_BYTES))
+
+
+def differs(path):
+    """Returns whether a file differs from its trailer; `False` without one.
+
+    Args:
+        path: String or path.
+    """
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _LENGTH_BYTES))
+        last = file.read()
+        if not last[1:-1].isdigit() or _LENGTH % int(last[1:-1]) != last:
+            return False
+        file.seek(max(0, size - int(last[1:-1])))
+        text = file.read()[:-_LENGTH_BYTES]
+        if not text.startswith(_BEGIN):
+            return False
+        try:
+            held = json.loads(text.removeprefix(_BEGIN))
+            size, values, digest = (
+                held[name] for name in ("bytes", "values", "sha256")
+            )
+            return digest != _digest(file, size, values)
+        except (ValueError, TypeError, LookupError, RecursionError):
+            # The trailer itself is damaged.
+            return True
+
+
+def _values(path):
+    """Returns where the values of a file are: pairs of offset and size."""
+    found = []
+
+    def add(name, item):
+        # Those that are not in one piece have no offset.
+        if isinstance(item, h5py.Dataset):
+            offset = item.id.get_offset()
+            if offset is not None:
+                found.append([offset, item.id.get_storage_size()])
+
+    with h5py.File(path) as file:
+        file.visititems(add)
+    return sorted(found)
+
+
+def _digest(file, size, values):
+    digest = hashlib.sha256(json.dumps([size, values]).encode())
+    start = 0
+    for offset, count in [*values, [size, 0]]:
+        file.seek(start)
+        while start < offset:
+            block = file.read(min(offset - start, _BLOCK_BYTES))
+            if not block:
+                raise ValueError(f"The file ends at {start} of {size} bytes.")
+            digest.update(block)
+            start += len(block)
+        start = offset + count
+    return digest.hexdigest()
