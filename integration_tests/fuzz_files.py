@@ -37,9 +37,12 @@ PART_BYTES = 1000
 
 def scope():
     """Returns the scope of a distribution over the devices there are."""
+    return harness.model_parallel(LAYOUTS, shape_of_run()).scope()
+
+
+def shape_of_run():
     count = distribution.get_device_count()
-    shape = (1, 2) if count > 1 else (1, 1)
-    return harness.model_parallel(LAYOUTS, harness.fitted(shape)).scope()
+    return harness.fitted((1, 2) if count > 1 else (1, 1))
 
 
 def network():
@@ -175,21 +178,18 @@ class Plan:
 
     def __init__(self, folder):
         self.path = folder / "plan.json"
-        self.mesh = harness.mesh(harness.fitted((1, 2)))
+        self.mesh = harness.mesh(shape_of_run())
         plan = distribution.plan_sharding(network, self.mesh)
-        self.path.write_text(plan.to_json())
-        self.saved = [plan.to_json()]
-        self.other = [None]
+        plan.save(self.path)
+        self.saved = [np.array(plan.to_json())]
+        self.other = [np.array("")]
         self.plan = None
 
     def load(self):
-        data = self.path.read_bytes()
-        self.plan = distribution.ShardingPlan.from_json(
-            data.decode(errors="surrogateescape"), self.mesh
-        )
+        self.plan = distribution.ShardingPlan.load(self.path, self.mesh)
 
     def state(self):
-        return [self.plan and self.plan.to_json()]
+        return [np.array(self.plan.to_json() if self.plan else "")]
 
     def restore(self):
         self.plan = None
@@ -201,6 +201,7 @@ FORMATS = {
     "weights_of_model": WeightsOfModel,
     "model": Model,
     "backup": Backup,
+    "plan": Plan,
 }
 
 

@@ -294,7 +294,7 @@ def _check_plan(plan, device_mesh, overrides):
     if not isinstance(plan, ShardingPlan):
         raise ValueError(
             "`plan` must be a `ShardingPlan`, from `plan_sharding`, or from "
-            "`ShardingPlan.from_json` for the text of a file. Received: "
+            "`ShardingPlan.load` for a file. Received: "
             f"plan={plan!r} (of type {type(plan)})"
         )
     if overrides:

@@ -10,10 +10,9 @@ from keras_tp.distribution.layout_map import LayoutMap
 from keras_tp.distribution.layout_map import format_bytes
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning import page
+from keras_tp.distribution.planning import plan_file
 from keras_tp.distribution.planning import rows
 from keras_tp.distribution.tensor_layout import axis_size
-
-FORMAT_VERSION = 1
 
 
 class ShardingPlan:
@@ -326,7 +325,7 @@ class ShardingPlan:
         """Returns the plan as text: one line for each variable and sum."""
         mesh = self.device_mesh
         head = {
-            "format": FORMAT_VERSION,
+            "format": plan_file.FORMAT_VERSION,
             "model": self.model_name,
             "mesh": {
                 "shape": list(mesh.shape),
@@ -353,8 +352,35 @@ class ShardingPlan:
         Args:
             path: String or path-like, the file to write.
         """
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(page.page(self))
+        _replace(path, page.page(self))
+
+    def save(self, path):
+        """Writes the plan to a file, with a digest; `load` reads it.
+
+        A file that is there is replaced as a whole, or not at all.
+
+        Args:
+            path: String or path-like, such as `"plan.json"`.
+        """
+        _replace(path, plan_file.with_digest(self.to_json()))
+
+    @classmethod
+    def load(cls, path, device_mesh=None):
+        """Returns the plan that `save` wrote, or the text of `to_json`.
+
+        Args:
+            path: String or path-like, the file to read.
+            device_mesh: As of `from_json`. Defaults to `None`.
+
+        Raises:
+            ValueError: if the file holds no plan, with the file and the field.
+        """
+        with open(path, "rb") as file:
+            data = file.read()
+        try:
+            return cls.from_json(data.decode(), device_mesh)
+        except ValueError as e:
+            raise ValueError(f"In the file '{path}': {e}") from e
 
     @classmethod
     def from_json(cls, text, device_mesh=None):
@@ -367,22 +393,10 @@ class ShardingPlan:
                 too few, of as many that would be named alike.
 
         Raises:
-            ValueError: if the text is no plan, of another format, or the mesh
-                differs.
+            ValueError: if the text is no plan, with the field, or of another
+                format, or the mesh differs.
         """
-        try:
-            data = json.loads(text)
-            version = data["format"]
-        except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(
-                f"This is not a sharding plan, or it is cut off: {e!r}. "
-                f"Received: {text[:60]!r}"
-            ) from e
-        if version != FORMAT_VERSION:
-            raise ValueError(
-                f"A sharding plan of format {FORMAT_VERSION} is needed; plan "
-                f"the model again. Received: format={version!r}"
-            )
+        data = plan_file.read(text)
         shape = tuple(data["mesh"]["shape"])
         names = list(data["mesh"]["axis_names"])
         if device_mesh is None:
@@ -409,6 +423,15 @@ class ShardingPlan:
             split_outputs=[cost.Size(*size) for size in data["split_outputs"]],
             without_rule=data["without_rule"],
         )
+
+
+def _replace(path, text):
+    # Imported late: planning needs no backend.
+    from keras_tp.backend import files
+
+    with files.replaced(path) as new:
+        with open(new, "w", encoding="utf-8") as file:
+            file.write(text)
 
 
 def _mesh_of_first_devices(shape, names):

@@ -1,0 +1,258 @@
+"""The text of a plan: each field is checked before a plan is made of it."""
+
+import hashlib
+import json
+import math
+
+from keras_tp.distribution.planning import cost
+
+FORMAT_VERSION = 1
+
+DIGEST = "sha256"
+_MOST_DEVICES = 2**20
+# Of the batch or the sequence length, in the size of an activation.
+_MOST_POWER = 16
+
+
+def read(text):
+    """Returns the fields of a plan, checked, without the digest.
+
+    Args:
+        text: String that `ShardingPlan.to_json` or `save` wrote.
+
+    Raises:
+        ValueError: if the text is no plan, with the field.
+    """
+    try:
+        data = json.loads(
+            text,
+            object_pairs_hook=_without_repetition,
+            parse_constant=_no_number,
+        )
+    except (ValueError, RecursionError) as e:
+        raise ValueError(
+            f"This is not a sharding plan, or it is cut off: {e!r}. "
+            f"Received: {text[:60]!r}"
+        ) from e
+    if not isinstance(data, dict) or "format" not in data:
+        raise ValueError(
+            "This is not a sharding plan: it has no `format`. Received: "
+            f"{text[:60]!r}"
+        )
+    if not _is_int(data["format"], 1) or data["format"] != FORMAT_VERSION:
+        raise ValueError(
+            f"A sharding plan of format {FORMAT_VERSION} is needed; plan "
+            f"the model again. Received: format={data['format']!r}"
+        )
+    saved = data.pop(DIGEST, None)
+    if saved is not None and saved != _digest(data):
+        raise ValueError(
+            "The plan is not the one that was saved: its SHA-256 differs. "
+            f"Remove the line with `{DIGEST}` if it was changed by hand. "
+            f"Received: {DIGEST}={saved!r}"
+        )
+    _check(data)
+    return data
+
+
+def with_digest(text):
+    """Returns the text of a plan with a digest as its last field.
+
+    Args:
+        text: String that `ShardingPlan.to_json` returned.
+    """
+    digest = _digest(json.loads(text))
+    body = text.rstrip().removesuffix("}").rstrip()
+    return f'{body},\n "{DIGEST}": "{digest}"\n}}\n'
+
+
+def _digest(data):
+    text = json.dumps(data, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _without_repetition(pairs):
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"a field is there twice in {list(found)}")
+    return found
+
+
+def _no_number(name):
+    raise ValueError(f"{name} is no number of a plan")
+
+
+def _check(data):
+    _check_fields(
+        "the plan",
+        data,
+        *("format", "model", "mesh", "axis", "without_rule", "activations"),
+        *("split_outputs", "variables", "reductions"),
+    )
+    _need(isinstance(data["model"], str), "model", "a string", data["model"])
+    sizes = _checked_mesh(data["mesh"])
+    axis = data["axis"]
+    _need(
+        axis is None or isinstance(axis, str) and axis in sizes,
+        *("axis", f"an axis of the mesh, {list(sizes)}, or null", axis),
+    )
+    rules = data["without_rule"]
+    _need(
+        isinstance(rules, dict)
+        and all(isinstance(path, str) for path in rules.values()),
+        *("without_rule", "an object of strings", rules),
+    )
+    for name in ("activations", "split_outputs"):
+        for where, size in _rows(name, data[name]):
+            _check_size(where, size)
+    paths = set()
+    for where, row in _rows("variables", data["variables"]):
+        _check_variable(where, row, sizes)
+        _need(
+            row["path"] not in paths,
+            *(f"{where}.path", "a path that no other has", row["path"]),
+        )
+        paths.add(row["path"])
+    for where, row in _rows("reductions", data["reductions"]):
+        _check_reduction(where, row)
+
+
+def _checked_mesh(mesh):
+    _check_fields("mesh", mesh, "shape", "axis_names")
+    shape, names = mesh["shape"], mesh["axis_names"]
+    _need(
+        isinstance(shape, list)
+        and shape
+        and all(_is_int(size, 1) for size in shape)
+        and math.prod(shape) <= _MOST_DEVICES,
+        *("mesh.shape", f"sizes of at most {_MOST_DEVICES} devices", shape),
+    )
+    _need(
+        isinstance(names, list)
+        and len(names) == len(shape)
+        and all(isinstance(name, str) and name for name in names)
+        and len(set(names)) == len(names),
+        *("mesh.axis_names", f"{len(shape)} different names", names),
+    )
+    return dict(zip(names, shape))
+
+
+def _check_variable(where, row, sizes):
+    _check_fields(
+        where,
+        row,
+        *("path", "shape", "dtype", "trainable", "axes", "blocks", "why"),
+        "obstacles",
+    )
+    _check_types(where, row, path=str, dtype=str, trainable=bool, why=str)
+    shape, axes = row["shape"], row["axes"]
+    _need(
+        isinstance(shape, list) and all(_is_int(size, 0) for size in shape),
+        *(f"{where}.shape", "a list of sizes", shape),
+    )
+    _need(
+        _is_dtype(row["dtype"]),
+        *(f"{where}.dtype", "a dtype of Keras", row["dtype"]),
+    )
+    _need(
+        _is_int(row["blocks"], 1), f"{where}.blocks", "1 or more", row["blocks"]
+    )
+    obstacles = row["obstacles"]
+    _need(
+        isinstance(obstacles, list)
+        and len(obstacles) == len(shape)
+        and all(isinstance(text, str) for text in obstacles),
+        *(f"{where}.obstacles", f"{len(shape)} strings", obstacles),
+    )
+    _need(
+        isinstance(axes, list) and len(axes) == len(shape),
+        *(f"{where}.axes", f"{len(shape)} entries, one for each dim", axes),
+    )
+    names = []
+    for size, entry in zip(shape, axes):
+        listed = entry if isinstance(entry, list) else [entry]
+        if entry is None:
+            continue
+        _need(
+            listed and all(isinstance(n, str) and n in sizes for n in listed),
+            *(f"{where}.axes", f"of axes of the mesh, {list(sizes)}", axes),
+        )
+        names += listed
+        count = math.prod(sizes[name] for name in listed)
+        _need(
+            size % count == 0,
+            *(f"{where}.axes", f"such that {size} divides by {count}", axes),
+        )
+    _need(
+        len(set(names)) == len(names),
+        *(f"{where}.axes", "without an axis that is there twice", axes),
+    )
+
+
+def _check_reduction(where, row):
+    _check_fields(where, row, "path", "operation", "backward", "terms", "size")
+    _check_types(where, row, path=str, operation=str, backward=bool)
+    _need(_is_int(row["terms"], 1), f"{where}.terms", "1 or more", row["terms"])
+    _check_size(f"{where}.size", row["size"])
+
+
+def _check_size(where, size):
+    _need(
+        isinstance(size, list)
+        and len(size) == 3
+        and (_is_int(size[0], 0) or _is_float(size[0]))
+        and all(
+            _is_int(power, 0) and power <= _MOST_POWER for power in size[1:]
+        ),
+        *(where, "bytes and two small exponents, none below 0", size),
+    )
+
+
+def _check_fields(where, row, *names):
+    _need(isinstance(row, dict), where, f"an object of {list(names)}", row)
+    missing = [name for name in names if name not in row]
+    unknown = [name for name in row if name not in names]
+    if missing or unknown:
+        raise ValueError(
+            f"In a sharding plan, {where} has the fields {list(names)}. "
+            f"Missing: {missing}. Unknown: {unknown}. Plan the model again. "
+            f"Received: {str(row)[:60]}"
+        )
+
+
+def _check_types(where, row, **types):
+    for name, kind in types.items():
+        _need(
+            type(row[name]) is kind,
+            *(f"{where}.{name}", f"of type {kind.__name__}", row[name]),
+        )
+
+
+def _rows(name, rows):
+    _need(isinstance(rows, list), name, "a list", rows)
+    for index, row in enumerate(rows):
+        yield f"{name}[{index}]", row
+
+
+def _need(is_right, where, what, value):
+    if not is_right:
+        raise ValueError(
+            f"In a sharding plan, {where} has to be {what}. Plan the model "
+            f"again. Received: {str(value)[:200]}"
+        )
+
+
+def _is_int(value, least):
+    return type(value) is int and least <= value < 2**63
+
+
+def _is_float(value):
+    return type(value) is float and math.isfinite(value) and value >= 0
+
+
+def _is_dtype(name):
+    try:
+        cost.item_bytes(name)
+    except ValueError:
+        return False
+    return True
