@@ -34,6 +34,7 @@ SHARED = [
             "contamination",
             "faults",
             "generate",
+            "orbax",
             "followers",
             "forms",
             "parity",

@@ -9,6 +9,8 @@ import os
 import shutil
 import tempfile
 
+from keras.src.callbacks import orbax_checkpoint
+
 from keras_tp.backend import digests
 from keras_tp.backend import files
 from keras_tp.backend import saving
@@ -16,6 +18,8 @@ from keras_tp.backend.hooks import Hook
 
 _BACKUP = "keras.src.callbacks.backup_and_restore:BackupAndRestore"
 _END = "The end of `fit`, with `BackupAndRestore`,"
+_ORBAX = "keras.src.callbacks.orbax_checkpoint:OrbaxCheckpoint"
+_SAVING_ORBAX = "Saving with `OrbaxCheckpoint`"
 _CSV = "keras.src.callbacks.csv_logger:CSVLogger"
 
 
@@ -82,6 +86,19 @@ def files_table(processes):
                 "one process writes the file",
             )
             for name in ("on_train_begin", "on_epoch_end", "on_train_end")
+        ),
+        *(
+            Hook(
+                _ORBAX,
+                name,
+                functools.partial(hook, processes),
+                "one process writes the folder",
+            )
+            for name, hook in (
+                ("_save_checkpoint", _save_orbax),
+                ("on_train_end", _wait_for_orbax),
+                ("wait_until_finished", _wait_for_orbax),
+            )
         ),
         Hook(
             "keras.src.callbacks.tensorboard:TensorBoard",
@@ -185,6 +202,47 @@ def _remove_backup(processes, original):
         processes.meet(_END)
 
     return on_train_end
+
+
+def _save_orbax(processes, original):
+    """Orbax has its own way with several processes on JAX, and only there."""
+
+    @functools.wraps(original)
+    def _save_checkpoint(self, step, logs=None):
+        if not _writes_orbax_for_all(self, processes):
+            return original(self, step, logs)
+        processes.meet(_SAVING_ORBAX)
+        with processes.longer():
+            if processes.is_first():
+                original(self, step, logs)
+            else:
+                # The values are gathered from all processes.
+                orbax_checkpoint._get_state_tree(self.model)
+            processes.meet(_SAVING_ORBAX)
+
+    return _save_checkpoint
+
+
+def _wait_for_orbax(processes, original):
+    """The folder is complete in all processes, or none goes on."""
+
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        if _writes_orbax_for_all(self, processes):
+            with processes.longer():
+                processes.meet(_SAVING_ORBAX)
+        return result
+
+    return method
+
+
+def _writes_orbax_for_all(callback, processes):
+    return (
+        processes.world_size() > 1
+        and not callback.is_multihost_enabled()
+        and saving.has_a_layout(callback.model)
+    )
 
 
 def _in_first(processes, original):

@@ -17,6 +17,7 @@ from keras_tp.distribution import followers
 from keras_tp.distribution import model_state
 from keras_tp.distribution import origin
 from keras_tp.distribution import slots
+from keras_tp.distribution import state_trees
 from keras_tp.distribution.model_state import adopt_state
 from keras_tp.distribution.model_state import check_complete_model
 from keras_tp.distribution.model_state import check_model
@@ -311,6 +312,18 @@ TABLE = [
         "load_model",
         checkpoint.name_file,
         "an unreadable file is named in the error",
+    ),
+    Hook(
+        "keras.src.saving.saving_api",
+        "_load_model_from_orbax_checkpoint",
+        state_trees.load_whole,
+        "a variable without a value is an error",
+    ),
+    Hook(
+        _MODEL,
+        "set_state_tree",
+        state_trees.match_paths,
+        "a value without a variable is an error",
     ),
     Hook(
         "keras.src.optimizers.base_optimizer:BaseOptimizer",
