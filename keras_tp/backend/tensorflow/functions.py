@@ -62,13 +62,17 @@ def hook_call(original):
 
     Which functions do is found out while one is traced for the first time:
     that trace ends, its model is built and planned, and the function is traced
-    again, on the mesh.
+    again, on the mesh. A function that is given a DTensor runs there at once.
     """
 
     @functools.wraps(original)
     def __call__(self, *args, **kwargs):
         if not tf.executing_eagerly() or placement.current_mesh() is not None:
             return original(self, *args, **kwargs)
+        if self not in _meshes:
+            found = _mesh_of(args, kwargs)
+            if found is not None:
+                _meshes[self] = found
         while True:
             attempt = _Attempt()
             with attempt:
@@ -153,6 +157,22 @@ def _call_on_mesh(original, function, args, kwargs):
     return tree.map_structure(boundary.leave_mesh, outputs)
 
 
+def _mesh_of(args, kwargs):
+    """Returns the mesh, and the batch axis, of a DTensor among arguments."""
+    for x in tree.flatten((args, kwargs)):
+        if isinstance(x, tf.Tensor) and placement.is_dtensor(x):
+            mesh = dtensor.fetch_layout(x).mesh
+            return mesh, _batch_axis(mesh)
+    return None
+
+
+def _batch_axis(mesh):
+    current = distribution()
+    if current is None or current.device_mesh.backend_mesh != mesh:
+        return None
+    return current.batch_dim_name
+
+
 def check_captured(tensor):
     """Ends the trace of a function of the user's own that captures a DTensor.
 
@@ -165,11 +185,7 @@ def check_captured(tensor):
         if not placement.is_dtensor(tensor):
             return
         mesh = dtensor.fetch_layout(tensor).mesh
-    current = distribution()
-    axis = None
-    if current is not None and current.device_mesh.backend_mesh == mesh:
-        axis = current.batch_dim_name
-    _calls.wanted = mesh, axis
+    _calls.wanted = mesh, _batch_axis(mesh)
     raise NeedsMeshError(
         "A variable on the devices of a mesh is read in a `tf.function`, which "
         "is traced again, on the mesh."
