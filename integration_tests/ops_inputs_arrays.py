@@ -96,7 +96,7 @@ INPUTS = {
     ],
     "histogram": (
         lambda x: ops.histogram(x, 4, range=(-2, 2)),
-        [X],
+        [numbers(8)],
     ),
     "in_top_k": (
         lambda t, x: ops.in_top_k(t, x, 2),

@@ -14,6 +14,7 @@ from integration_tests import ops_cases
 from keras_tp import distribution
 
 BACKEND = keras.config.backend()
+SEED = 11
 
 
 class Found(
@@ -221,6 +222,7 @@ def reference(case):
         for jit in (True, False) if case.jit else (False,):
             tensors = [keras.ops.convert_to_tensor(x) for x in case.inputs]
             tried = case._replace(jit=jit)
+            keras.utils.set_random_seed(SEED)
             try:
                 found = run(tried.function, tensors, jit, gradients)
             except _REFUSALS as e:
@@ -276,6 +278,7 @@ def on_mesh(case, dims, mesh, gradients=True):
         tensors.append(distribution.distribute_tensor(tensor, layout))
         if BACKEND == "torch":
             tensors[-1] = tensors[-1].detach()
+    keras.utils.set_random_seed(SEED)
     return run(case.function, tensors, case.jit, gradients)
 
 

@@ -38,6 +38,7 @@ SHARED = [
             "followers",
             "forms",
             "parity",
+            "ops",
             "planned_models",
             "public_api",
             "residence",
@@ -53,6 +54,7 @@ SHARED = [
             "torch_ops",
             "torch_reading",
             "torch_shards",
+            "torch_writing",
             "training",
             "zero",
         )

@@ -27,7 +27,9 @@ from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
 from keras_tp.backend.torch import reading
 from keras_tp.backend.torch import repeats
+from keras_tp.backend.torch import reshaping
 from keras_tp.backend.torch import values
+from keras_tp.backend.torch import writing
 
 
 def _constant_of(initializer):
@@ -267,6 +269,12 @@ TABLE = [
         reading.hook_numpy,
         "numpy sees the whole tensor, or an error that names who is missing",
     ),
+    Hook(
+        _DTENSOR,
+        "__setitem__",
+        writing.hook_setitem,
+        "what is written into a split tensor is not lost",
+    ),
     *(
         Hook(_DTENSOR, name, hook, "Python reads no part for the whole")
         for name, hook in (
@@ -364,6 +372,15 @@ TABLE = [
     *(
         Hook(
             owner,
+            "reshape",
+            reshaping.hook_reshape,
+            "a dim that cannot stay split in its new shape is gathered",
+        )
+        for owner in ("keras.src.backend.torch.numpy", _DTENSOR)
+    ),
+    *(
+        Hook(
+            owner,
             name,
             ops.whole,
             "torch composes it of views, or sorts, that DTensor cannot split",
@@ -372,7 +389,10 @@ TABLE = [
             ("torch", "stft"),
             ("torch", "istft"),
             ("keras.src.backend.torch.core", "associative_scan"),
+            ("keras.src.backend.torch.linalg", "jvp"),
             ("keras.src.backend.torch.numpy", "median"),
+            ("keras.src.backend.torch.numpy", "nanmedian"),
+            ("keras.src.backend.torch.numpy", "nanquantile"),
             ("keras.src.backend.torch.numpy", "quantile"),
         )
     ),

@@ -20,6 +20,7 @@ from keras_tp.backend.torch import ops_random
 from keras_tp.backend.torch import parts
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import reading
+from keras_tp.backend.torch import writing
 
 aten = torch.ops.aten
 
@@ -27,6 +28,7 @@ aten = torch.ops.aten
 REPLICATED = {
     "data-dependent shape": (
         "bincount.default",
+        "histogram.bin_ct",
         "masked_select.default",
         "allclose.default",
         "nonzero.default",
@@ -70,8 +72,10 @@ REPLICATED = {
     "a decomposition needs the whole matrix": (
         "linalg_lstsq.default",
         "linalg_lu_factor_ex.default",
+        "linalg_solve_triangular.default",
     ),
     "DTensor's result is a sum of truth values": (
+        "_is_all_true.default",
         "all.default",
         "all.dim",
         "all.dims",
@@ -183,10 +187,14 @@ def whole_vmap(original):
 def along_dim(op, args, kwargs):
     """Runs an operation that needs one dim whole, and only that one.
 
-    DTensor's own cumulative sums begin anew in each shard.
+    DTensor's own cumulative sums begin anew in each shard. Its `topk` has the
+    shape of an earlier call that asked for another number.
     """
     x, *rest = args
-    dim = (rest[0] if rest else kwargs.get("dim", 0)) % max(x.ndim, 1)
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, args)), **kwargs}
+    dim = given.get("dim", -1 if op is aten.topk.default else 0)
+    dim %= max(x.ndim, 1)
     mesh = x.device_mesh
     placements = [
         placed if placed.is_shard() and placed.dim != dim else Replicate()
@@ -289,26 +297,10 @@ def in_place(op, args, kwargs):
             DTensor, placement.to_full, (rest, kwargs)
         )
         return op(target, *rest, **kwargs)
+    writing.check_written(op, target)
     settled = placement.settled(target)
     target._local_tensor, target._spec = settled._local_tensor, settled._spec
     return _own_way(op, args, kwargs)
-
-
-def strided_view(op, args, kwargs):
-    """Views a tensor by its strides, which only a whole one has as its own.
-
-    As the gradient of what was written into a part of a plain tensor does.
-    """
-    x, *rest = args
-    if placement.needs_communication(x):
-        raise NotImplementedError(
-            "A tensor that is split over devices cannot be viewed by its "
-            "strides. Write into a plain tensor, or use "
-            "`keras.ops.slice_update`. Received: "
-            f"shape={tuple(x.shape)}, placements={x.placements}"
-        )
-    view = op(x._local_tensor, *rest, **kwargs)
-    return parts.wrap_parts(view, x.device_mesh, x.placements)
 
 
 def index(op, args, kwargs):
@@ -358,7 +350,8 @@ _HANDLERS = {
     aten.nll_loss2d_forward.default: ops_classes.class_loss,
     aten.nll_loss2d_backward.default: ops_classes.class_loss_backward,
     aten.argmax.default: ops_classes.argmax,
-    aten.as_strided.default: strided_view,
+    aten.logsumexp.default: ops_classes.logsumexp,
+    aten.as_strided.default: writing.strided_view,
     aten.bernoulli_.float: ops_random.random_in_place,
     aten.bernoulli_.Tensor: ops_random.random_in_place,
     aten.normal_.default: ops_random.random_in_place,
@@ -396,6 +389,7 @@ _HANDLERS = {
     aten.cumprod.default: along_dim,
     aten.cumsum.default: along_dim,
     aten.logcumsumexp.default: along_dim,
+    aten.topk.default: along_dim,
     aten.unbind.int: along_dim,
     aten._local_scalar_dense.default: reading.number,
     **dict.fromkeys(
@@ -425,13 +419,18 @@ _HANDLERS = {
             aten.copy_.default,
             aten.div_.Scalar,
             aten.div_.Tensor,
+            aten.index_put_.default,
+            aten.masked_fill_.Scalar,
+            aten.masked_fill_.Tensor,
             aten.mul_.Scalar,
             aten.mul_.Tensor,
             aten.pow_.Scalar,
             aten.pow_.Tensor,
             aten.sub_.Scalar,
             aten.sub_.Tensor,
+            aten.zero_.default,
         ),
         in_place,
     ),
+    **dict.fromkeys(writing.FILLS, writing.fill),
 }

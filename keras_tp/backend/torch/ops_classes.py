@@ -219,3 +219,42 @@ def argmax(op, args, kwargs):
     else:
         result = result.squeeze(split.dim)
     return parts.wrap_parts(result, split.mesh, placements)
+
+
+def logsumexp(op, args, kwargs):
+    """Runs `logsumexp`: maxima and sums are all-reduced where dims are split.
+
+    DTensor's own keeps the split of a dim that it has reduced to one element.
+    """
+    x, dims, *rest = args
+    keepdim = rest[0] if rest else kwargs.get("keepdim", False)
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    dims = sorted({dim % x.ndim for dim in dims or range(x.ndim)})
+    mesh = x.device_mesh
+    placements = [p if p.is_shard() else Replicate() for p in x.placements]
+    local = parts.local_part(x, mesh, placements)
+
+    def reduced(local, kind):
+        summed = [
+            Partial(kind) if p.is_shard() and p.dim in dims else p
+            for p in placements
+        ]
+        return parts.settled_parts(local, mesh, summed)._local_tensor
+
+    maxima = reduced(local.amax(dims, keepdim=True), "max")
+    # Where all are infinite, nothing is subtracted.
+    maxima = torch.where(maxima.abs() == torch.inf, 0, maxima)
+    total = reduced((local - maxima).exp().sum(dims, keepdim=True), "sum")
+    result = total.log() + maxima
+    kept = [
+        Replicate() if p.is_shard() and p.dim in dims else p for p in placements
+    ]
+    if not keepdim:
+        result = result.squeeze(dims)
+        kept = [
+            Shard(p.dim - sum(dim < p.dim for dim in dims))
+            if p.is_shard()
+            else p
+            for p in kept
+        ]
+    return parts.wrap_parts(result, mesh, kept)

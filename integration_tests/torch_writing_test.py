@@ -1,0 +1,99 @@
+"""Writes into split tensors of torch, and shapes that follow from a call."""
+
+import keras
+import numpy as np
+import pytest
+
+if keras.config.backend() != "torch":
+    pytest.skip("tensors of torch", allow_module_level=True)
+
+import torch
+
+from integration_tests import torch_ops_test
+from integration_tests.torch_ops_test import M
+from integration_tests.torch_ops_test import check
+from integration_tests.torch_ops_test import randn
+from keras_tp import distribution
+
+mesh = torch_ops_test.mesh
+
+
+def _set(index, value):
+    def write(x):
+        y = x * 2
+        y[index] = value(y) if callable(value) else value
+        return y
+
+    return write
+
+
+WRITES = {
+    "number": _set((slice(None), 1), 5.0),
+    "row": _set(1, 5.0),
+    "part": _set((slice(1, 3), slice(1, 5)), torch.ones(2, 4)),
+    "of a split tensor": _set((slice(None), 0), lambda y: y[:, 3] * 3),
+    "mask": _set(torch.arange(32).reshape(4, 8) > 9, 0.0),
+    "split mask": lambda x: _set(x > 0, 0.0)(x),
+    "list": _set((slice(None), [1, 2]), 9.0),
+    "add": lambda x: _set((slice(None), 1), lambda y: y[:, 1] + 4)(x),
+}
+
+
+@pytest.mark.parametrize("axes", [(M, None), (None, M)])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_is_not_lost(name, axes, mesh):
+    """With gradients of what was there, and of what was written."""
+    result, _ = check(WRITES[name], [randn(4, 8)], [axes], mesh)
+    # It stays split.
+    assert any(placed.is_shard() for placed in result.placements)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.fill_(3.0),
+        lambda x: x.zero_(),
+        lambda x: x.copy_(torch.ones(4)),
+        lambda x: x.add_(1.0),
+    ],
+)
+def test_a_write_into_a_copy_is_refused(write, mesh):
+    value = torch.arange(32.0).reshape(4, 8)
+
+    def placed(axes):
+        layout = distribution.TensorLayout(axes, mesh)
+        return distribution.distribute_tensor(value.clone(), layout)
+
+    with pytest.raises(NotImplementedError, match="a copy.*Received: view"):
+        write(placed((None, M))[:, 1])
+    # Of a dim that is whole, a view is one.
+    x = placed((M, None))
+    write(x[:, 1])
+    expected = value.clone()
+    write(expected[:, 1])
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(x), expected)
+
+
+def test_top_k_with_another_k(mesh):
+    """DTensor gives the second call the shape of the first."""
+    for k in (2, 3, 1):
+        result, _ = check(
+            lambda x, k=k: torch.topk(x, k).values,
+            [randn(4, 8)],
+            [(None, M)],
+            mesh,
+        )
+        assert result.shape == (4, k)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 2), (2, 2, -1), (-1, 3, 2), (24,)])
+def test_a_split_dim_that_is_taken_apart(shape, mesh):
+    size = dict(zip(mesh.axis_names, mesh.shape))[M]
+    x = randn(4, 6) if size == 2 else randn(4, 12)
+    shape = tuple(n * size // 2 if n == 2 or n == 24 else n for n in shape)
+    for function in (
+        lambda x: keras.ops.reshape(x, shape),
+        lambda x: x.reshape(shape),
+        lambda x: x.reshape(*shape),
+    ):
+        check(function, [x], [(None, M)], mesh)
