@@ -298,6 +298,7 @@ INPUTS = {
     "max_pool": [
         ("", lambda x: ops.max_pool(x, 2), [IMAGES]),
         ("same", lambda x: ops.max_pool(x, 3, 2, "same"), [IMAGES]),
+        ("overlapping", lambda x: ops.max_pool(x, 3, 1, "same"), [IMAGES]),
     ],
     "moments": [
         (str(axes), lambda x, a=axes: ops.moments(x, a, keepdims=True), [X3])

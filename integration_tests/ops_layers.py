@@ -26,7 +26,7 @@ class Attended(layers.Layer):
     def build(self, shape):
         if isinstance(
             self.inner,
-            (layers.MultiHeadAttention, layers.GroupedQueryAttention),
+            (layers.MultiHeadAttention, layers.GroupQueryAttention),
         ):
             self.inner.build(shape, shape)
         else:
@@ -152,7 +152,7 @@ TRAINED = {
     "GroupNormalization": (IMAGE, lambda: layers.GroupNormalization(2)),
     "GroupQueryAttention": (
         SEQUENCE,
-        lambda: Attended(layers.GroupedQueryAttention(4, 4, 2)),
+        lambda: Attended(layers.GroupQueryAttention(4, 4, 2)),
     ),
     "Identity": (ROWS, lambda: layers.Identity()),
     "LSTM": (SEQUENCE, lambda: layers.LSTM(4, return_sequences=True)),
@@ -229,9 +229,7 @@ IMAGES_CHANGED = {
     "ContrastLimitedAdaptiveHistogramEqualization": lambda: (
         layers.ContrastLimitedAdaptiveHistogramEqualization(value_range=(0, 1))
     ),
-    "CutMix": None,
     "Equalization": lambda: layers.Equalization(value_range=(0, 1)),
-    "MixUp": None,
     "RandAugment": lambda: layers.RandAugment(value_range=(0, 1), seed=3),
     "RandomBrightness": lambda: layers.RandomBrightness(
         0.3, value_range=(0, 1), seed=3

@@ -143,6 +143,7 @@ def _run_tensorflow(function, tensors, jit, gradients):
     from tensorflow.experimental import dtensor
 
     from keras_tp.backend.tensorflow import boundary
+    from keras_tp.backend.tensorflow import errors
     from keras_tp.backend.tensorflow import placement
 
     layouts = []
@@ -168,9 +169,16 @@ def _run_tensorflow(function, tensors, jit, gradients):
 
     boundary.leave_mesh = leave_mesh
     try:
-        outputs, found = (tf.function(step, autograph=False) if jit else step)(
-            *tensors
-        )
+        if jit:
+            outputs, found = tf.function(step, autograph=False)(*tensors)
+        elif any(map(placement.is_dtensor, tensors)):
+            # As a layer does that is called eagerly.
+            mesh = dtensor.fetch_layout(tensors[0]).mesh
+            with placement.on_mesh(mesh), errors.explained():
+                outputs, found = step(*tensors)
+                outputs = [leave_mesh(x) for x in outputs]
+        else:
+            outputs, found = step(*tensors)
     finally:
         boundary.leave_mesh = leave
     whole = [

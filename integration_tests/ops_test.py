@@ -81,6 +81,9 @@ def check(name, found):
         "refused": ops_listed.REFUSED,
         "not there": ops_listed.NOT_THERE,
     }.items():
+        if outcome == "whole" and BACKEND == "jax":
+            # XLA decides, for each program.
+            continue
         is_listed = ops_listed.reason(table, BACKEND, name) is not None
         assert is_listed == (outcome in outcomes), (
             f"{name} is {outcome} on {BACKEND}: {outcome in outcomes}. It is "

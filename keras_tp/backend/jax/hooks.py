@@ -12,6 +12,7 @@ from keras_tp.backend import feeding
 from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.jax import batches
+from keras_tp.backend.jax import pooling
 from keras_tp.backend.jax import processes
 from keras_tp.backend.jax import programs
 from keras_tp.backend.jax import values
@@ -137,6 +138,15 @@ TABLE = [
         "repeat",
         _hook_repeat,
         "heads that are fewer than the devices are not gathered",
+    ),
+    *(
+        Hook(
+            "keras.src.backend.jax.nn",
+            name,
+            pooling.hook_max_pool,
+            "gradients are right where windows cross the border of two devices",
+        )
+        for name in ("max_pool", "adaptive_max_pool")
     ),
     Hook(
         "keras.src.backend.jax.distribution_lib",

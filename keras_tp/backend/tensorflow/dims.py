@@ -79,6 +79,10 @@ def getitem(original, x, index, *args):
     ):
         return original(x, index, *args)
     x = tf.convert_to_tensor(x)
+    known = None if tf.executing_eagerly() else tf.get_static_value(x)
+    if known is not None and isinstance(index, (int, np.integer)):
+        # Such as a size of another tensor's: it stays known.
+        return tf.constant(known[index], x.dtype)
     given = sum(item is not None and item is not Ellipsis for item in items)
     if Ellipsis not in items:
         items.append(Ellipsis)

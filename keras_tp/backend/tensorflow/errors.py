@@ -13,10 +13,13 @@ _UNSUPPORTED = re.compile(
     r"|over sharded dimension"
     r"|not implemented|not supported|Unsupported"
     r"|EmitAllScatter|to be divisible by sharding|SPMD expansion"
-    r"|layout propagation",
+    r"|layout propagation|missing layout|op requires"
+    r"|Rank for input|non-single-device|got a regular tensor",
     re.IGNORECASE,
 )
-_OPERATION = re.compile(r"\"tf\.(\w+)\"\(|'tf\.(\w+)' op")
+_OPERATION = re.compile(
+    r"\"tf\.(\w+)\"\(|'tf\.(\w+)' op|\[Op:(\w+)\]|op/function (\w+) got"
+)
 _SHOWN = 3
 
 
@@ -38,7 +41,7 @@ def explained(function=None):
         found = _OPERATION.search(message)
         if found is None or not _UNSUPPORTED.search(message):
             raise
-        operation = found.group(1) or found.group(2)
+        operation = next(name for name in found.groups() if name)
         where = _layers(function, operation)
         raise NotImplementedError(
             f"DTensor cannot run TensorFlow's operation {operation!r}"

@@ -17,6 +17,7 @@ from keras_tp.backend.tensorflow import lookups
 from keras_tp.backend.tensorflow import philox
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import products
+from keras_tp.backend.tensorflow import sorting
 
 
 def _on_mesh(rule):
@@ -43,10 +44,11 @@ def _on_mesh(rule):
 
 def _static(value, what):
     """Returns a shape as ints; `ValueError` if it is not known."""
-    found = tf.get_static_value(value)
-    if found is None and isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)):
         found = [tf.get_static_value(size) for size in value]
         found = None if None in found else found
+    else:
+        found = tf.get_static_value(value)
     if found is None:
         raise ValueError(
             f"Under a distribution, {what} needs a shape that is known when "
@@ -128,6 +130,12 @@ def one_hot(
     )
 
 
+def softsign(original, features, name=None):
+    """Written out: DTensor has no expansion of its gradient."""
+    x = tf.convert_to_tensor(features)
+    return x / (1 + tf.abs(x))
+
+
 def scatter_nd(original, indices, updates, shape, name=None):
     """DTensor's expansion makes shapes of int32, whatever the indices are."""
     indices = tf.cast(indices, tf.int32)
@@ -207,7 +215,7 @@ def _refuse_random(what):
         f"keras_tp has no rule for {what} under a distribution on TensorFlow: "
         "DTensor's own would depend on the devices. Draw them in the data "
         "pipeline and pass them to the model as an input, or use uniform "
-        "or normal numbers of float32."
+        f"or normal numbers of float32. Received: {what}"
     )
 
 
@@ -247,6 +255,8 @@ _RULES = [
     *images.RULES,
     *lookups.RULES,
     *products.RULES,
+    *sorting.RULES,
+    ("tensorflow:nn", "softsign", softsign, "DTensor has no SoftsignGrad"),
     ("tensorflow", "one_hot", one_hot, "DTensor wants whole indices"),
     (
         "tensorflow:nn.experimental",

@@ -43,8 +43,12 @@ REPLICATED = {
     "DTensor has no strategy for it, or none for its gradient": (
         "_adaptive_avg_pool2d.default",
         "_adaptive_avg_pool2d_backward.default",
+        "_adaptive_avg_pool3d.default",
+        "_adaptive_avg_pool3d_backward.default",
         "adaptive_max_pool2d.default",
         "adaptive_max_pool2d_backward.default",
+        "adaptive_max_pool3d.default",
+        "adaptive_max_pool3d_backward.default",
         "avg_pool2d.default",
         "avg_pool2d_backward.default",
         "avg_pool3d.default",
