@@ -296,7 +296,7 @@ INPUTS = {
     ],
     "matrix_rank": (ops.matrix_rank, [BATCH]),
     "max_pool": [
-        ("", lambda x: ops.max_pool(x, 2), [IMAGES]),
+        ("", lambda x: ops.max_pool(x, 2, 2), [IMAGES]),
         ("same", lambda x: ops.max_pool(x, 3, 2, "same"), [IMAGES]),
         ("overlapping", lambda x: ops.max_pool(x, 3, 1, "same"), [IMAGES]),
     ],

@@ -48,6 +48,8 @@ def outcomes_of(name, cases):
         if reference is None:
             found[case.name, None] = "not there", ""
             continue
+        if ops_listed.reason(ops_listed.DRAWN, BACKEND, name) is not None:
+            reference = _on_whole_inputs(reference, mesh)
         for dims in ops_cases.splits_of(case.inputs):
             layout_map = distribution.LayoutMap(mesh)
             with distribution.ModelParallel(layout_map=layout_map).scope():
@@ -55,6 +57,16 @@ def outcomes_of(name, cases):
             found[case.name, dims] = outcome
     _note(name, found)
     return found
+
+
+def _on_whole_inputs(reference, mesh):
+    """Returns a reference of the same mesh, on which nothing is split."""
+    case = reference.case
+    layout_map = distribution.LayoutMap(mesh)
+    with distribution.ModelParallel(layout_map=layout_map).scope():
+        dims = (None,) * len(case.inputs)
+        found = ops_runner.on_mesh(case, dims, mesh, reference.gradients)
+    return reference._replace(found=found)
 
 
 def _note(name, found):
