@@ -67,7 +67,7 @@ WHOLE = {
         ),
     },
     "torch": {
-        "needs all of a dim: a sort, a running sum, a transform, a lookup along it": (
+        "a sort, running sum, transform or lookup needs all of a dim": (
             "argsort",
             "associative_scan",
             "cumprod",
@@ -173,7 +173,7 @@ WHOLE = {
             "layers.RandomZoom",
             "layers.Resizing",
         ),
-        "a plain tensor that is split, or DTensor's choice, decides the result": (
+        "DTensor gathers, or an input that is whole decides": (
             "batch_normalization",
             "binary_crossentropy",
             "dot_product_attention",
@@ -261,7 +261,7 @@ REFUSED = {
             "image.ssim",
             "layer_normalization",
         ),
-        "the shape of the result follows from values, or it runs eagerly only": (
+        "its shape follows from values, or it runs eagerly only": (
             "argpartition",
             "corrcoef",
             "inner",

@@ -1,6 +1,7 @@
-"""Writes `benchmarks/ops.md`: how each function of Keras ends on each backend.
+"""Writes `benchmarks/ops.md`: how functions of Keras end on each backend.
 
-    KERAS_TP_SLOW=1 KERAS_TP_OPS_FOLDER=found pytest integration_tests/ops_test.py
+    export KERAS_TP_SLOW=1 KERAS_TP_OPS_FOLDER=found
+    pytest integration_tests/ops_test.py integration_tests/ops_layers_test.py
     python integration_tests/ops_table.py found
 
 The tests add a line for each case and split to `found/<backend>.jsonl`; a later
@@ -18,17 +19,19 @@ TABLE = pathlib.Path(__file__).parent.parent / "benchmarks" / "ops.md"
 HEAD = """# Functions of Keras with split inputs
 
 Written by `python integration_tests/ops_table.py`, from runs of
-`integration_tests/ops_test.py` and `ops_layers_test.py` on 2 devices. Each divisible dim
-of each input is split, and pairs of dims of two inputs; results and gradients are those of
-one device. Numbers of ways to split that end so:
+`integration_tests/ops_test.py` and `ops_layers_test.py` on 2 devices. Each
+divisible dim of each input is split, and pairs of dims of two inputs; results
+and gradients are compared with those of one device. The numbers say how many
+of these splits end so:
 
 - split: right, and no device holds more than its part of the result;
 - whole: right, and every device holds all of it;
 - refused: an error that names the operation;
-- not there: Keras itself has it not on this backend, or not with these inputs.
+- not there: Keras itself does not run the case on this backend.
 
-Two inputs that are split count as split. Why is in `integration_tests/ops_listed.py`. On JAX
-XLA decides what is whole. A function without numbers was not run there.
+Where two inputs are split, what is right counts as split. The reasons are in
+`integration_tests/ops_listed.py`. On JAX, XLA decides what is whole. A function
+without numbers was not run there.
 
 """
 
