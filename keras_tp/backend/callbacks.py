@@ -13,6 +13,7 @@ from keras.src.callbacks import orbax_checkpoint
 
 from keras_tp.backend import digests
 from keras_tp.backend import files
+from keras_tp.backend import progress
 from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
 
@@ -39,6 +40,34 @@ def table(processes):
             "all processes convert to numpy in the same order",
         ),
     ]
+
+
+def progress_table():
+    """Returns the rows of a hook table that say when callbacks run."""
+    return [
+        Hook(
+            "keras.src.callbacks.callback_list:CallbackList",
+            f"on_{place}_{moment}",
+            _noted,
+            "a callback that is stuck is named by the other processes",
+        )
+        for place in (
+            *("epoch", "train", "test", "predict"),
+            *("train_batch", "test_batch", "predict_batch"),
+        )
+        for moment in ("begin", "end")
+    ]
+
+
+def _noted(original):
+    name = original.__name__
+
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        with progress.callback(name):
+            return original(self, *args, **kwargs)
+
+    return method
 
 
 def _dispatch_in_step(processes, original):

@@ -1,8 +1,10 @@
 """An error of one process ends all of them, and they say whose it was."""
 
 import atexit
+import ctypes
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -10,6 +12,7 @@ import traceback
 
 from keras_tp import startup
 from keras_tp.backend import commands
+from keras_tp.backend import watch
 
 # Where a launcher looks for the error of a process, to print the first one
 # last. The path may have environment variables in it, such as `$RANK`.
@@ -24,6 +27,8 @@ _KEY = "keras_tp/first_error"
 # it holds up its own end by no more than that.
 _POLL_S = 0.5
 _LOOK_S = 0.1
+# How long an error of the communication waits for news of its cause.
+_CAUSE_S = 1.5
 _code = []
 _error_file = []
 
@@ -37,8 +42,20 @@ def report_to_launcher():
     path = os.environ.pop(ERROR_FILE, None)
     if path is None:
         return
+    _end_with_launcher()
     _error_file.append(os.path.expandvars(path))
     sys.excepthook = tell_error
+
+
+def _end_with_launcher():
+    """Has this process killed when the one that started it is."""
+    parent = os.environ.get(PARENT)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        sys.exit(f"The launcher, process {parent}, has ended.")
 
 
 def note_end():
@@ -51,29 +68,56 @@ def note_end():
             file.write(str(time.time()))
 
 
-def tell(text, summary=None):
+def tell(text, summary=None, at=None):
     """Writes an error where it is read: for the launcher, or to stderr.
 
     Args:
         text: String, ends with a newline.
         summary: String, says the same in short. Defaults to the text.
+        at: Float, when it was, in seconds since the epoch. Defaults to now.
     """
     if not _error_file:
         sys.stderr.write(text)
         sys.stderr.flush()
         return
-    entry = {"at": time.time(), "text": text, "summary": summary or text}
+    at = at or time.time()
+    entry = {"at": at, "text": text, "summary": summary or text}
     with open(_error_file[0], "a") as file:
         file.write(json.dumps(entry) + "\n")
 
 
 def tell_error(kind, error, trace):
     """Writes an exception with its traceback, as `sys.excepthook` does."""
+    at = time.time()
+    _add_cause(error)
     shown = commands.trace_of_script(trace)
     tell(
         "".join(traceback.format_exception(kind, error, shown)),
         "".join(traceback.format_exception_only(kind, error)),
+        at,
     )
+
+
+def _add_cause(error):
+    """Names the process that made the communication of this one fail."""
+    if isinstance(error, RuntimeError):
+        cause = watch.cause(_CAUSE_S)
+        if cause is not None:
+            error.add_note(cause.rstrip())
+
+
+def end_now(text, summary):
+    """Ends this process because of another one, whatever it does.
+
+    Args:
+        text: String, the error; ends with a newline.
+        summary: String, says the same in short.
+    """
+    if _code:
+        return
+    tell(text, summary)
+    _flush()
+    os._exit(1)
 
 
 def together(store, put, get):
@@ -100,7 +144,7 @@ def together(store, put, get):
             # Another process was first, or the store is gone.
             return
 
-    def watch():
+    def look():
         while not stopped.wait(_POLL_S):
             try:
                 found = get(_KEY, _LOOK_S).decode()
@@ -122,12 +166,14 @@ def together(store, put, get):
     def fail(code, message):
         _code.append(code)
         report(message)
+        watch.leave(message)
 
     def leave():
         # Not within the runtime while Python ends.
         stopped.set()
         watcher.join()
         if not _code:
+            watch.leave()
             return
         # Or else the runtime would wait for the others to leave, too.
         _flush()
@@ -136,7 +182,7 @@ def together(store, put, get):
             time.sleep(1)
         os._exit(_code[0])
 
-    watcher = threading.Thread(target=watch, daemon=True)
+    watcher = threading.Thread(target=look, daemon=True)
     _fail.append(fail)
     sys.excepthook = excepthook
     watcher.start()

@@ -13,7 +13,10 @@ _LAST_LINES = 20
 
 
 # Exit codes of processes that were ended from outside, or crashed.
-_KILLED = [128 + n for n in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)]
+_KILLED = [
+    128 + n
+    for n in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS)
+]
 
 
 class Failure(

@@ -25,6 +25,7 @@ from keras.src.distribution.distribution_lib import set_distribution
 from keras.src.trainers.data_adapters import data_adapter_utils
 
 from keras_tp.backend import agreement
+from keras_tp.backend import progress
 from keras_tp.backend.hooks import Hook
 
 _SAME_DATA = (
@@ -181,6 +182,7 @@ def in_step(batches, gather, parts, gather_rows):
     Raises:
         ValueError: on every process, if they hold what they should not.
     """
+    progress.source()
     iterator = iter(batches)
     batch = next(iterator, None)
     _compare_first(batch, gather, parts)
@@ -188,14 +190,19 @@ def in_step(batches, gather, parts, gather_rows):
         if parts is None:
             if batch is None:
                 # Nobody is left waiting for a batch that has no partner.
+                progress.end_of_data()
                 gather(None, "the end of the data")
                 return
+            progress.batch()
             yield batch, False
         else:
             placed = fit_together(batch, gather, parts, gather_rows)
             if placed is None:
+                progress.end_of_data()
                 return
+            progress.batch()
             yield placed
+        progress.source()
         # Others may have more.
         batch = None if batch is None else next(iterator, None)
 

@@ -6,9 +6,7 @@ What `keras_tp.launch` starts in each process. The script need not call
 `keras_tp.distribution.initialize`; it may.
 """
 
-import ctypes
 import os
-import signal
 import sys
 
 from keras_tp.backend import commands
@@ -21,7 +19,6 @@ def main(argv):
     Args:
         argv: List of strings.
     """
-    _end_with_launcher()
     ending.report_to_launcher()
     # Keras, and the backend that it picks, take seconds to import.
     from keras_tp import distribution
@@ -46,17 +43,6 @@ def main(argv):
             ending.note_end()
             ending.with_code(code)
         raise
-
-
-def _end_with_launcher():
-    """Has this process killed when the one that started it is."""
-    parent = os.environ.get(ending.PARENT)
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != int(parent):
-        sys.exit(f"The launcher, process {parent}, has ended.")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def _listen(host, port, count, deadline):
     """Process 0: returns the list of the missing, and tells all others."""
     with contextlib.ExitStack() as stack:
         try:
-            server = stack.enter_context(_server(host, port))
+            listening = stack.enter_context(server(host, port))
         except OSError as e:
             raise RuntimeError(
                 f"Process 0 cannot listen at {host}:{port} for the others: "
@@ -80,17 +80,17 @@ def _listen(host, port, count, deadline):
                 "else uses."
             ) from e
         selector = stack.enter_context(selectors.DefaultSelector())
-        selector.register(server, selectors.EVENT_READ)
+        selector.register(listening, selectors.EVENT_READ)
         came = {}
         while len(came) < count - 1:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
             for key, _ in selector.select(left):
-                if key.fileobj is server:
-                    _accept(server, selector, stack, count)
+                if key.fileobj is listening:
+                    accept(listening, selector, stack, count)
                     continue
-                index = _heard(selector, key, count)
+                index = heard(selector, key, count)
                 if index is not None and index not in came:
                     came[index] = key.fileobj
         missing = sorted(set(range(1, count)) - set(came))
@@ -110,8 +110,16 @@ class _Guest:
         self.answer = b""
 
 
-def _accept(server, selector, stack, count):
-    connection = server.accept()[0]
+def accept(listening, selector, stack, count):
+    """Takes a connection and sends it a challenge.
+
+    Args:
+        listening: Socket that listens.
+        selector: Selector, to which the connection is added.
+        stack: `contextlib.ExitStack` that closes the connection.
+        count: Int, number of processes.
+    """
+    connection = listening.accept()[0]
     if len(selector.get_map()) > count + _STRANGERS:
         connection.close()
         return
@@ -123,8 +131,18 @@ def _accept(server, selector, stack, count):
         selector.register(connection, selectors.EVENT_READ, guest)
 
 
-def _heard(selector, key, count):
-    """Returns the index of who has proven it; drops who cannot."""
+def heard(selector, key, count, first=1):
+    """Reads an answer to a challenge; drops a connection without the proof.
+
+    Args:
+        selector: Selector that the connection was added to.
+        key: `SelectorKey` of the connection.
+        count: Int, number of processes.
+        first: Int, the lowest index that may come. Defaults to 1.
+
+    Returns:
+        Int, the index that was proven; `None` as long as there is none.
+    """
     guest, connection = key.data, key.fileobj
     try:
         received = connection.recv(_LINE_BYTES)
@@ -139,7 +157,7 @@ def _heard(selector, key, count):
             index, proof = answer.get("index"), answer.get("proof")
             if (
                 type(index) is int
-                and 0 < index < count
+                and first <= index < count
                 and isinstance(proof, str)
                 and hmac.compare_digest(
                     proof.encode(), _proof(guest.challenge, index).encode()
@@ -168,18 +186,28 @@ def _ask(host, port, index, deadline):
         missing = None
         with contextlib.suppress(OSError):
             with socket.create_connection((host, port), timeout=left) as link:
-                challenge = _line(link).strip().decode(errors="replace")
-                answer = {"index": index, "proof": _proof(challenge, index)}
-                link.sendall(json.dumps(answer).encode() + b"\n")
+                introduce(link, index)
                 # Process 0 may have begun to wait later than this one.
                 link.settimeout(2 * left)
-                missing = _parsed(_line(link))
+                missing = _parsed(read_line(link))
         if isinstance(missing, list):
             return missing
         time.sleep(_RETRY_S)
 
 
-def _server(host, port):
+def introduce(link, index):
+    """Answers the challenge of process 0.
+
+    Args:
+        link: Socket that is connected to it.
+        index: Int, index of this process.
+    """
+    challenge = read_line(link).strip().decode(errors="replace")
+    answer = {"index": index, "proof": _proof(challenge, index)}
+    link.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def server(host, port):
     """Listens at the address of process 0, and at no other of this host.
 
     At all of them only where that is not this host's own: behind a translated
@@ -201,7 +229,7 @@ def _server(host, port):
     return socket.create_server(("", port))
 
 
-def _line(link):
+def read_line(link):
     """Returns a line that is sent, or what there is of it."""
     line = b""
     while not line.endswith(b"\n") and len(line) < _LINE_BYTES:

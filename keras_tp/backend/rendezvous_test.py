@@ -29,7 +29,7 @@ def connected(address):
 
 def answer(link, value):
     """Answers the challenge of process 0 with a line."""
-    rendezvous._line(link)
+    rendezvous.read_line(link)
     # It may have hung up before all of a long line was sent.
     with contextlib.suppress(OSError):
         link.sendall(value)
@@ -93,7 +93,7 @@ def test_another_secret_is_no_process_of_the_run(address, monkeypatch):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         first = pool.submit(rendezvous.meet, address, 2, 0, 5)
         with connected(address) as link:
-            challenge = rendezvous._line(link).strip().decode()
+            challenge = rendezvous.read_line(link).strip().decode()
             monkeypatch.setenv(rendezvous.SECRET, "guessed")
             proof = rendezvous._proof(challenge, 1)
             monkeypatch.setenv(rendezvous.SECRET, "of this run")
@@ -106,12 +106,12 @@ def test_another_secret_is_no_process_of_the_run(address, monkeypatch):
 
 def test_only_the_given_address_is_listened_at(address):
     port = int(address.rpartition(":")[2])
-    with rendezvous._server("127.0.0.1", port) as server:
+    with rendezvous.server("127.0.0.1", port) as server:
         assert server.getsockname() == ("127.0.0.1", port)
 
 
 def test_an_address_of_another_host_is_listened_for_at_all(address):
     # Reserved for documents (RFC 5737): no host has it.
     port = int(address.rpartition(":")[2])
-    with rendezvous._server("192.0.2.1", port):
+    with rendezvous.server("192.0.2.1", port):
         socket.create_connection(("127.0.0.1", port), timeout=20).close()

@@ -11,6 +11,7 @@ import threading
 import time
 
 from keras_tp.backend import messages
+from keras_tp.backend import progress
 from keras_tp.backend import waiting
 
 # How often a process that is waited for longer shows that it lives, and those
@@ -129,6 +130,10 @@ class Store:
             )
 
     def _collect(self, value, what):
+        with progress.meeting(what):
+            return self._collect_in_time(value, what)
+
+    def _collect_in_time(self, value, what):
         name = "keras_tp/" + what.replace(" ", "_").replace("`", "")
         number = self._rounds[what]
         self._rounds[what] += 1

@@ -17,7 +17,6 @@ import time
 from keras_tp.backend import ending
 from keras_tp.backend import failures
 from keras_tp.backend import rendezvous
-from keras_tp.backend import waiting
 
 # What a terminal, a scheduler or a user sends.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -25,7 +24,10 @@ _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 # After the first error, how long others have to report theirs, and then to
 # end.
 _SETTLE_S = 1.0
-_GRACE_S = 3.0
+_GRACE_S = 2.0
+# After a signal, how long processes that handle it have. Schedulers give all
+# of a run 30 seconds.
+_SIGNAL_S = 8.0
 
 _RUNNER = "keras_tp.backend.joined"
 
@@ -284,7 +286,7 @@ def _supervise(children, events):
             child.send(event)
         if event in _ENDING:
             # Asked twice, there is no more time.
-            patience = 0 if plan else waiting.timeout()
+            patience = 0 if plan else _SIGNAL_S
             ended_by = ended_by if plan else event
             plan = [(now + patience, signal.SIGKILL)]
     return ended_by

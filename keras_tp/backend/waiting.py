@@ -77,6 +77,11 @@ def longer():
         _longer.pop()
 
 
+def is_longer():
+    """Returns whether the others are waited for up to `LONGEST_S` seconds."""
+    return bool(_longer)
+
+
 def patience(seconds):
     """Returns how long to wait for the others now, instead of `seconds`."""
     return max([seconds, *_longer])

@@ -11,6 +11,7 @@ from keras.src.models.model import Model
 from keras.src.utils.backend_utils import in_tf_graph
 
 from keras_tp.backend import hooks
+from keras_tp.backend import progress
 from keras_tp.backend.hooks import Hook
 from keras_tp.distribution import checkpoint
 from keras_tp.distribution import followers
@@ -38,12 +39,20 @@ _calls = _Calls()
 _changed = weakref.WeakSet()
 
 
+# These are one step of all processes.
+_STEPS = ("train_on_batch", "test_on_batch", "predict_on_batch", "generate")
+
+
 def _hook_entry_point(original):
     """fit, evaluate and the like: run under the model's own distribution."""
 
+    name = original.__name__
+
     @functools.wraps(original)
     def entry_point(self, *args, **kwargs):
-        with entered(self):
+        with entered(self), progress.method(name):
+            if name in _STEPS and distribution() is not None:
+                progress.together(f"`{name}`")
             adopt_state(self)
             _renew_functions(self)
             check_complete_model(self)

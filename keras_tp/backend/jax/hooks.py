@@ -178,6 +178,7 @@ TABLE = [
         programs.hook_make_function,
         "programs with collectives on CPUs run one after the other",
     ),
+    *callbacks.progress_table(),
     *callbacks.files_table(processes),
     *saving.table(processes, values.is_distributed),
     *map(_of_several, OF_SEVERAL_PROCESSES),

@@ -16,14 +16,16 @@ from jax._src import distributed
 
 from keras_tp.backend import agreement
 from keras_tp.backend import ending
+from keras_tp.backend import progress
 from keras_tp.backend import rendezvous
 from keras_tp.backend import waiting
+from keras_tp.backend import watch
 from keras_tp.backend.store import Store
 
 TIMEOUT_S = waiting.timeout()
-# How long a process may be silent before JAX ends the others; they have ended
-# when `TIMEOUT_S` is over.
-_HEARTBEAT_S = max(1, math.floor(TIMEOUT_S * 2 / 3))
+# How long a process may be silent before JAX ends the others, without a word
+# about what they did: `watch` comes first.
+_HEARTBEAT_S = math.ceil(TIMEOUT_S + 3 * progress.GRACE_S)
 
 _store = []
 
@@ -90,6 +92,9 @@ def start(job_addresses=None, num_processes=None, process_id=None):
             f"`process_id` has to be from 0 to {count - 1}. Received: "
             f"process_id={own}; num_processes={count}"
         )
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
+        # Or JAX takes SIGTERM for a notice, and the process goes on.
+        jax.config.update("jax_enable_preemption_service", False)
     if count > 1:
         # Programs of one device are not under way at once then; for those of
         # several, see `programs`.
@@ -105,6 +110,8 @@ def start(job_addresses=None, num_processes=None, process_id=None):
         heartbeat_timeout_seconds=_HEARTBEAT_S,
     )
     ending.together(_open(), _put, _get)
+    host = address.rpartition(":")[0].strip("[]")
+    watch.start(host, own, count, _put, _get, TIMEOUT_S, ending.end_now)
 
 
 def store():

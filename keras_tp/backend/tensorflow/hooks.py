@@ -65,6 +65,7 @@ TABLE = [
         _hook_print_msg,
         "one process prints progress",
     ),
+    *callbacks.progress_table(),
     *callbacks.files_table(processes),
     *feeding.table(processes),
     *saving.table(processes, _is_distributed),

@@ -16,6 +16,7 @@ from keras_tp.backend import agreement
 from keras_tp.backend import ending
 from keras_tp.backend import rendezvous
 from keras_tp.backend import waiting
+from keras_tp.backend import watch
 from keras_tp.backend.store import Store
 from keras_tp.backend.tensorflow import devices
 
@@ -106,6 +107,10 @@ def start(job_addresses=None, num_processes=None, process_id=None):
         )
     )
     ending.together(_store[0], _put, _get)
+    host = jobs[0].rpartition(":")[0].strip("[]")
+    watch.start(
+        *(host, index(), world_size(), _put, _get, TIMEOUT_S, ending.end_now)
+    )
 
 
 def gather(value, what):

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard
 
+from keras_tp.backend import progress
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
 
@@ -152,6 +153,7 @@ class Batches:
 
     def _in_step(self, iterator):
         parts = parts_of(self._current)
+        progress.source()
         batch = next(iterator, None)
         _compare(batch, parts)
         while True:
@@ -159,8 +161,14 @@ class Batches:
             if parts is not None:
                 given = _put_together(batch, parts, self._current)
             if given is None:
+                progress.end_of_data()
+                if parts is None:
+                    # No process is left waiting for a batch of this one.
+                    processes.gather_by_process(None, "the end of the data")
                 return
+            progress.batch()
             yield given
+            progress.source()
             # Others may have more.
             batch = None if batch is None else next(iterator, None)
 

@@ -348,6 +348,7 @@ TABLE = [
         "one process prints progress",
     ),
     *callbacks.table(processes),
+    *callbacks.progress_table(),
     *callbacks.files_table(processes),
     *feeding.table(processes),
     *saving.table(processes, _is_distributed),

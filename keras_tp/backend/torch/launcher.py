@@ -19,6 +19,13 @@ from keras_tp.backend import failures
 # What users set for torchrun to choose what is printed. It is left to them.
 _OUTPUT_VARIABLES = ("PET_LOCAL_RANKS_FILTER", "PET_REDIRECTS", "PET_TEE")
 _LOGGER = "torch.distributed.elastic"
+# How long processes have to end after a signal or an error, in seconds. A
+# process that is stopped needs all of it.
+_SHUTDOWN_S = 5
+_SHUTDOWN_VARIABLES = (
+    "PET_SHUTDOWN_TIMEOUT",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+)
 
 
 def launch(plan, argv):
@@ -52,6 +59,8 @@ def launch(plan, argv):
     first = plan.host_index * per_host
     where += ["--nproc-per-node", str(per_host)]
     where += _redirects(plan, first, per_host)
+    if not any(name in os.environ for name in _SHUTDOWN_VARIABLES):
+        where += ["--shutdown-timeout", str(_SHUTDOWN_S)]
     script, *arguments = argv
     if plan.dry_run:
         command = [sys.executable, "-m", "torch.distributed.run", *where]

@@ -18,6 +18,7 @@ import os
 import random
 import sys
 import time
+import traceback
 
 import numpy as np
 import torch
@@ -29,8 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from keras_tp.backend import agreement
 from keras_tp.backend import ending
 from keras_tp.backend import messages
+from keras_tp.backend import progress
 from keras_tp.backend import rendezvous
 from keras_tp.backend import waiting
+from keras_tp.backend import watch
 
 _control = None
 _failed = []
@@ -78,7 +81,10 @@ def start(init_method=None, num_processes=None, process_id=None):
     """
     global _control
     if not dist.is_initialized():
-        options = {"timeout": datetime.timedelta(seconds=TIMEOUT_S)}
+        # What has a limit of its own, and `watch`, come first: they name the
+        # process that is missing.
+        seconds = TIMEOUT_S + 2 * progress.GRACE_S
+        options = {"timeout": datetime.timedelta(seconds=seconds)}
         if uses_cuda():
             # No `device_id`: the group for control is gloo's.
             torch.cuda.set_device(_local_index(process_id))
@@ -104,6 +110,7 @@ def start(init_method=None, num_processes=None, process_id=None):
         dist.init_process_group(**options)
         atexit.register(_leave)
         sys.excepthook = functools.partial(_note_failure, sys.excepthook)
+        _start_watch(init_method)
     if _control is None or _control[0] is not dist.group.WORLD:
         # The second is for what is waited for longer: all but process 0 wait
         # in a barrier as long as its group does.
@@ -116,9 +123,27 @@ def start(init_method=None, num_processes=None, process_id=None):
         _control = (dist.group.WORLD, *groups)
 
 
-def _note_failure(report, *error):
+def _start_watch(init_method):
+    if world_size() == 1:
+        return
+    address = (init_method or "").removeprefix("tcp://").rpartition(":")[0]
+    host = address or os.environ["MASTER_ADDR"]
+    store = dist.distributed_c10d._get_default_store()
+
+    def get(key, seconds):
+        store.wait([key], datetime.timedelta(seconds=seconds))
+        return store.get(key)
+
+    watch.start(
+        *(host.strip("[]"), index(), world_size(), store.set, get),
+        *(TIMEOUT_S, ending.end_now),
+    )
+
+
+def _note_failure(report, kind, error, trace):
     _failed.append(True)
-    report(*error)
+    report(kind, error, trace)
+    watch.leave(traceback.format_exception_only(kind, error)[0].strip())
 
 
 def _leave():
@@ -137,6 +162,7 @@ def _leave():
         sys.stderr.flush()
         # Or else what is under way waits for others, as long as it may.
         os._exit(1)
+    watch.leave()
     if not dist.is_initialized() or hasattr(sys, "last_value"):
         return
     _control = None
@@ -173,11 +199,12 @@ def meet(what):
     seconds = waiting.patience(TIMEOUT_S)
     _note_place(what)
     try:
-        dist.monitored_barrier(
-            _control[1 if seconds == TIMEOUT_S else 2],
-            timeout=datetime.timedelta(seconds=seconds),
-            wait_all_ranks=True,
-        )
+        with progress.meeting(what):
+            dist.monitored_barrier(
+                _control[1 if seconds == TIMEOUT_S else 2],
+                timeout=datetime.timedelta(seconds=seconds),
+                wait_all_ranks=True,
+            )
     except RuntimeError as e:
         raise RuntimeError(
             waiting.not_called_by_all(
@@ -334,7 +361,8 @@ def _local_index(process_id):
 def _named(what):
     """Names what all processes do here, in the error if one does not come."""
     try:
-        yield
+        with progress.meeting(what):
+            yield
     except RuntimeError as e:
         raise RuntimeError(
             f"Process {index()} waits for the other {world_size() - 1} at "
