@@ -31,6 +31,8 @@ _LOOK_S = 0.1
 _CAUSE_S = 1.5
 _code = []
 _error_file = []
+# Errors that may be due to another process.
+_communication_errors = [RuntimeError]
 
 
 def report_to_launcher():
@@ -56,6 +58,17 @@ def _end_with_launcher():
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != int(parent):
         sys.exit(f"The launcher, process {parent}, has ended.")
+
+
+def keep_signals():
+    """Has SIGTERM do what it does in Python, whatever a runtime made of it.
+
+    TensorFlow takes it for a notice, and the process would go on.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def note_end():
@@ -100,7 +113,7 @@ def tell_error(kind, error, trace):
 
 def _add_cause(error):
     """Names the process that made the communication of this one fail."""
-    if isinstance(error, RuntimeError):
+    if isinstance(error, tuple(_communication_errors)):
         cause = watch.cause(_CAUSE_S)
         if cause is not None:
             error.add_note(cause.rstrip())
@@ -120,7 +133,7 @@ def end_now(text, summary):
     os._exit(1)
 
 
-def together(store, put, get):
+def together(store, put, get, *errors):
     """From now on an uncaught error in one process ends every process.
 
     Args:
@@ -128,7 +141,10 @@ def together(store, put, get):
         put: Function of a key and bytes, which may raise `RuntimeError` if
             there is such a key.
         get: Function of a key and seconds; raises `TimeoutError`.
+        *errors: Classes of the runtime's errors that may be due to another
+            process, beside `RuntimeError`.
     """
+    _communication_errors.extend(errors)
     before = sys.excepthook
     stopped = threading.Event()
 

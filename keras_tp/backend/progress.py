@@ -23,6 +23,10 @@ from keras_tp.backend import waiting
 GRACE_S = 5.0
 # How long a process may wait for one that has ended.
 ENDED_S = 2.0
+# How long the one that made the communication fail has been silent at least.
+SILENT_S = 4.0
+# How often a process tells where it is.
+BEAT_S = 1.0
 
 # What a process does: run code of its own, take a step with the others, or
 # write what the others wait for, as long as it takes.
@@ -181,20 +185,20 @@ def failed_state():
     return own_state()._replace(kind=kind, place=place, still=still)
 
 
-def fault(states, patience, grace=GRACE_S):
+def fault(states, patience, has_failed=False):
     """Returns what is wrong with a run; `None` if it goes on.
 
     Args:
         states: Dict of the index of a process to its `State`.
         patience: Float, seconds that processes wait for each other.
-        grace: Float, how much longer they wait for one that is stuck. If it
-            is negative, how much sooner a process counts as stuck.
+        has_failed: Boolean, whether the communication has failed already, and
+            the fault explains it. Defaults to `False`.
 
     Returns:
         Pair of strings, an error and the same in short.
     """
     for index, state in sorted(states.items()):
-        found = _fault_of(index, state, states, patience, grace)
+        found = _fault_of(index, state, states, patience, has_failed)
         if found is not None:
             what, details = found
             rule = (
@@ -207,9 +211,12 @@ def fault(states, patience, grace=GRACE_S):
     return None
 
 
-def _fault_of(index, state, states, patience, grace):
+def _fault_of(index, state, states, patience, has_failed):
     """Returns how a process holds up the others, in short, and the details."""
-    least = patience + min(grace, 0)
+    # Of one process after it failed: reports are about a second old.
+    least = patience - BEAT_S if has_failed else patience
+    silence = min(SILENT_S, least) if has_failed else patience
+    longest = least if has_failed else patience + GRACE_S
     others = {i: other for i, other in states.items() if i != index}
     ahead = [i for i, other in others.items() if other.steps > state.steps]
     level = [i for i, other in others.items() if other.steps >= state.steps]
@@ -226,15 +233,15 @@ def _fault_of(index, state, states, patience, grace):
     elif state.status not in (HERE, UNKNOWN):
         held_up = waiting_of(level, ENDED_S)
         how = f"failed ({state.status})"
-    elif state.status == HERE and state.silent >= least:
-        held_up = waiting_of(level, least)
+    elif state.status == HERE and state.silent >= silence:
+        held_up = waiting_of(level, silence)
         how = "does not answer, as one that is stopped,"
     elif (
         state.status == HERE
         and state.kind == ALONE
         and state.still + state.silent >= least
     ):
-        held_up = waiting_of(ahead, patience + grace)
+        held_up = waiting_of(ahead, longest)
         how = f"is stuck in {state.place},"
     else:
         return None

@@ -17,7 +17,6 @@ from keras_tp.backend import progress
 from keras_tp.backend import rendezvous
 from keras_tp.backend.progress import State
 
-_BEAT_S = 1.0
 _KEY = "keras_tp/watch"
 # Longer lines are not sent by a process of the run.
 _LINE_BYTES = 2**20
@@ -136,7 +135,7 @@ class _Server(threading.Thread):
             stack.enter_context(self._listening)
             selector = stack.enter_context(selectors.DefaultSelector())
             selector.register(self._listening, selectors.EVENT_READ)
-            due = time.monotonic() + _BEAT_S
+            due = time.monotonic() + progress.BEAT_S
             # Until process 0 leaves.
             while 0 not in self._states or self._states[0].is_here():
                 # What has come by then is read before it counts.
@@ -146,7 +145,7 @@ class _Server(threading.Thread):
                     has_news |= self._serve(key, selector, stack)
                 if has_news or time.monotonic() >= due:
                     self._tell_all(selector, looked)
-                    due = time.monotonic() + _BEAT_S
+                    due = time.monotonic() + progress.BEAT_S
 
     def _serve(self, key, selector, stack):
         """Reads what came; returns whether a process has ended."""
@@ -226,7 +225,7 @@ class _Watcher(threading.Thread):
             due = 0.0
             while self._status == progress.HERE:
                 if time.monotonic() >= due:
-                    due = time.monotonic() + _BEAT_S
+                    due = time.monotonic() + progress.BEAT_S
                     self._beat(is_connected)
                 looked = time.monotonic()
                 wait = max(due - looked, 0)
@@ -251,7 +250,7 @@ class _Watcher(threading.Thread):
         found = []
 
         def is_known():
-            cause = self._fault(progress.failed_state(), -_BEAT_S)
+            cause = self._fault(progress.failed_state(), True)
             found[:] = [cause]
             return cause is not None
 
@@ -294,17 +293,16 @@ class _Watcher(threading.Thread):
                 status = progress.UNKNOWN
             self._states[index] = state._replace(status=status)
 
-    def _fault(self, own, grace):
+    def _fault(self, own, has_failed=False):
         age = max(self._looked - self._at, 0)
         states = {
             index: state._replace(silent=state.silent + age)
             for index, state in self._states.items()
         }
         states[self._index] = own
-        return progress.fault(states, self._patience, grace)
+        return progress.fault(states, self._patience, has_failed)
 
     def _check(self):
-        own = progress.own_state()
-        found = self._fault(own, progress.GRACE_S)
+        found = self._fault(progress.own_state())
         if found is not None and self._status == progress.HERE:
             self._end(*found)

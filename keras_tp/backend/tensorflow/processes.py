@@ -95,6 +95,7 @@ def start(job_addresses=None, num_processes=None, process_id=None):
     rendezvous.meet(jobs[0], len(jobs), index(), TIMEOUT_S)
     devices.make_virtual()
     dtensor.initialize_accelerator_system(kind())
+    ending.keep_signals()
     client = context.context()
     _store.append(
         Store(
@@ -106,7 +107,7 @@ def start(job_addresses=None, num_processes=None, process_id=None):
             patience=TIMEOUT_S,
         )
     )
-    ending.together(_store[0], _put, _get)
+    ending.together(_store[0], _put, _get, tf.errors.OpError)
     host = jobs[0].rpartition(":")[0].strip("[]")
     watch.start(
         *(host, index(), world_size(), _put, _get, TIMEOUT_S, ending.end_now)

@@ -1,5 +1,6 @@
 """Runs a script in several processes through torchrun's launcher."""
 
+import functools
 import glob
 import logging
 import os
@@ -15,6 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from keras_tp.backend import commands
 from keras_tp.backend import ending
 from keras_tp.backend import failures
+from keras_tp.backend import hooks
+from keras_tp.backend.hooks import Hook
 
 # What users set for torchrun to choose what is printed. It is left to them.
 _OUTPUT_VARIABLES = ("PET_LOCAL_RANKS_FILTER", "PET_REDIRECTS", "PET_TEE")
@@ -26,6 +29,26 @@ _SHUTDOWN_VARIABLES = (
     "PET_SHUTDOWN_TIMEOUT",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
 )
+
+
+def _hook_close(original):
+    """torchrun's time to end is for signals; after an error it takes 30 s."""
+
+    @functools.wraps(original)
+    def close(self, death_sig=None, timeout=_SHUTDOWN_S):
+        original(self, death_sig, min(timeout, _shutdown_seconds()))
+
+    return close
+
+
+TABLE = [
+    Hook(
+        "torch.distributed.elastic.multiprocessing.api:PContext",
+        "close",
+        _hook_close,
+        "a process that is stopped does not hold up the end of the others",
+    ),
+]
 
 
 def launch(plan, argv):
@@ -59,8 +82,7 @@ def launch(plan, argv):
     first = plan.host_index * per_host
     where += ["--nproc-per-node", str(per_host)]
     where += _redirects(plan, first, per_host)
-    if not any(name in os.environ for name in _SHUTDOWN_VARIABLES):
-        where += ["--shutdown-timeout", str(_SHUTDOWN_S)]
+    where += ["--shutdown-timeout", str(_shutdown_seconds())]
     script, *arguments = argv
     if plan.dry_run:
         command = [sys.executable, "-m", "torch.distributed.run", *where]
@@ -80,6 +102,13 @@ def launch(plan, argv):
         code = _run(options, plan, folder, range(first, first + per_host))
     if code:
         sys.exit(code)
+
+
+def _shutdown_seconds():
+    for name in _SHUTDOWN_VARIABLES:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return _SHUTDOWN_S
 
 
 def how_to_launch(device_count):
@@ -120,6 +149,7 @@ def _run(options, plan, folder, indices):
             if name.startswith(_LOGGER):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
     ended_by, found = 0, {}
+    hooks.install(TABLE)
     try:
         run.run(options)
         return 0
@@ -127,6 +157,8 @@ def _run(options, plan, folder, indices):
         found = e.failures
     except SignalException as e:
         ended_by = e.sigval
+    finally:
+        hooks.uninstall()
     found = _without_ended(found, options.shutdown_timeout)
     code = failures.report(
         _failures(found, folder, indices), plan.devices, plan.all_output
@@ -168,8 +200,6 @@ def _failures(found, folder, indices):
 
 def _without_ended(found, patience):
     """Leaves out the processes that torchrun ended after the first failure."""
-    if patience is None:
-        patience = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
     if not found:
         return found
     (_, first), *others = found.items()

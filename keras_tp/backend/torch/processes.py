@@ -198,6 +198,7 @@ def meet(what):
     start()
     seconds = waiting.patience(TIMEOUT_S)
     _note_place(what)
+    began = time.monotonic()
     try:
         with progress.meeting(what):
             dist.monitored_barrier(
@@ -206,6 +207,12 @@ def meet(what):
                 wait_all_ranks=True,
             )
     except RuntimeError as e:
+        if time.monotonic() - began < seconds:
+            raise RuntimeError(
+                f"Process {index()} of {world_size()} waits for the others "
+                f"at {what.strip(',')}, and one of them has ended. As torch "
+                f"says: {e}"
+            ) from e
         raise RuntimeError(
             waiting.not_called_by_all(
                 *(what, index(), world_size(), seconds),
