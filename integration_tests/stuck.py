@@ -95,12 +95,16 @@ class Outcome(
         """What the launcher said last."""
         return "First error" + self.errors.rpartition("First error")[2]
 
-    def problem(self):
-        """Returns what is not as it has to be; an empty string if all is."""
+    def problem(self, slack=0):
+        """Returns what is not as it has to be; an empty string if all is.
+
+        Args:
+            slack: Float, seconds that a run may take longer. Defaults to 0.
+        """
         case = CASES[self.case]
         if self.seconds is None:
             return "still running"
-        if self.seconds > case.seconds:
+        if self.seconds > case.seconds + slack:
             return f"took more than {case.seconds} s"
         if self.code != case.code:
             return f"exit code is not {case.code}"
@@ -109,13 +113,14 @@ class Outcome(
         return ""
 
 
-def run(case, backend, folder):
+def run(case, backend, folder, slack=0):
     """Runs a case, and returns its `Outcome`.
 
     Args:
         case: String, its name.
         backend: String, Keras's backend.
         folder: `pathlib.Path` of an empty folder.
+        slack: Float, seconds that a run may take longer. Defaults to 0.
     """
     several = [] if backend == "torch" else ["--processes", "2"]
     kept = {
@@ -140,7 +145,7 @@ def run(case, backend, folder):
             stderr=file,
         )
     try:
-        ended = _wait(launcher, folder)
+        ended = _wait(launcher, folder, STUCK + slack + 10)
     finally:
         launcher.kill()
         for process in launching.running(str(folder)):
@@ -148,12 +153,13 @@ def run(case, backend, folder):
     code = launcher.wait()
     began = folder / "began"
     if ended is None or not began.exists():
+        # The fault did not happen, or the processes did not end.
         return Outcome(case, None, code, errors.read_text())
     seconds = ended - began.stat().st_mtime
     return Outcome(case, seconds, code, errors.read_text())
 
 
-def _wait(launcher, folder):
+def _wait(launcher, folder, seconds):
     """Returns when all processes were gone; `None` if they do not go."""
     began = folder / "began"
     started = time.time()
@@ -163,7 +169,7 @@ def _wait(launcher, folder):
         if is_over and not launching.running(str(folder)):
             return time.time()
         start = began.stat().st_mtime if began.exists() else started + 120
-        if time.time() - start > STUCK + 10:
+        if time.time() - start > seconds:
             return None
 
 

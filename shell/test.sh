@@ -41,7 +41,7 @@ torch)
         keras_tp/startup_test.py \
         integration_tests/{benchmark,collective_calls,examples}_test.py \
         integration_tests/{keras_suite,one_device,output,planning}_test.py \
-        integration_tests/{readme,train_lm}_test.py \
+        integration_tests/{readme,stuck,train_lm}_test.py \
         integration_tests/torch_{launch,processes}_test.py
     ;;
 *)

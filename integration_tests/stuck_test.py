@@ -1,0 +1,30 @@
+"""A part of `stuck.py`: how runs end in which one process fails."""
+
+import keras
+import pytest
+
+from integration_tests import stuck
+
+BACKEND = keras.config.backend()
+# One of each kind: others are told by the process itself, by a runtime, by
+# the launcher, or by nobody.
+SOME = ("loop_callback", "osexit0_callback", "launcherkill_callback")
+# With other processes on the same cores, starting and ending take longer.
+SLACK_S = 20
+
+
+@pytest.mark.parametrize(
+    "case, run",
+    [
+        pytest.param(
+            case,
+            run,
+            marks=[] if case in SOME and run == 0 else pytest.mark.slow,
+        )
+        for case in stuck.CASES
+        for run in range(5)
+    ],
+)
+def test_how_a_run_ends(case, run, tmp_path):
+    outcome = stuck.run(case, BACKEND, tmp_path, SLACK_S)
+    assert not outcome.problem(SLACK_S), (outcome, outcome.errors[-4000:])
