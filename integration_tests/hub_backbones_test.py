@@ -87,7 +87,9 @@ def run(build, spec, weights=None):
     before = model.predict_on_batch(x)
     targets = keras.tree.map_structure(np.zeros_like, before)
     losses = keras.tree.map_structure(lambda _: "mse", before)
-    kwargs = {"weighted_metrics": []} if hasattr(model, "sampler") else {}
+    is_task = hasattr(model, "backbone")
+    # Theirs are for labels.
+    kwargs = {"weighted_metrics": []} if is_task else {}
     model.compile(keras.optimizers.SGD(RATE), losses, **kwargs)
     model.train_on_batch(x, targets)
     return model, numbers(before), numbers(model.predict_on_batch(x)), weights
