@@ -1,10 +1,12 @@
-"""A few of the searches of `fuzz_files.py`; all with KERAS_TP_SLOW=1."""
+"""A few of what `shell/fuzz.sh` searches; more with KERAS_TP_SLOW=1."""
 
 import os
 
+import keras
 import pytest
 
 from integration_tests import fuzz_files
+from integration_tests import fuzz_kills
 
 SLOW = os.environ.get("KERAS_TP_SLOW") == "1"
 COUNTS = {"weights": 60, "model": 10}
@@ -17,3 +19,16 @@ def test_no_damage_changes_a_value(kind):
     assert not defects
     assert sum(outcomes.values()) == count
     assert outcomes["refused"] > count / 4
+
+
+@pytest.mark.parametrize("kind", fuzz_kills.NAMES)
+def test_no_kill_loses_a_save(kind):
+    backend = keras.config.backend()
+    if not fuzz_kills.FORKS:
+        pytest.skip("a fork of TensorFlow does not save")
+    if backend == "jax" and not SLOW:
+        pytest.skip("a fork of JAX may wait for threads; KERAS_TP_SLOW=1 runs")
+    count = 200 if SLOW else 5
+    outcomes, defects = fuzz_kills.search(kind, seed=3, count=count)
+    assert not defects
+    assert sum(outcomes.values()) == count

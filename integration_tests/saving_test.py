@@ -5,6 +5,7 @@ import errno
 import os
 import re
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -308,6 +309,25 @@ def test_a_file_that_is_not_one_is_an_os_error_too(trained, tmp_path):
     with pytest.raises(OSError, match=re.escape(str(path))):
         trained.load_weights(path)
     assert_same(state_of(trained), before)
+
+
+def test_a_file_that_was_refused_is_closed(trained, tmp_path):
+    """Or HDF5 takes what it knows of it for what is written there next."""
+    path = tmp_path / "model.weights.h5"
+    trained.save_weights(path)
+    with harness.model_parallel(LAYOUTS, harness.fitted((1, 4))).scope():
+        other = network(units=32)
+    errors = []
+    with h5py.File(path, "a") as file:
+        # Found when it was opened.
+        file["layers/functional/more"] = np.ones(3)
+    for model in (other, trained):
+        with pytest.raises(ValueError) as error:
+            model.load_weights(path)
+        # The frames of an error keep what they hold.
+        errors.append(error)
+    opened = h5py.h5f.get_obj_ids(types=h5py.h5f.OBJ_FILE)
+    assert str(tmp_path) not in str([h5py.h5f.get_name(f) for f in opened])
 
 
 @PARTS

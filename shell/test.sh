@@ -40,8 +40,8 @@ torch)
     "$PYTHON" -m pytest --durations=25 keras_tp/backend keras_tp/launch_test.py \
         keras_tp/startup_test.py \
         integration_tests/{benchmark,collective_calls,examples}_test.py \
-        integration_tests/{keras_suite,one_device,output,planning}_test.py \
-        integration_tests/{readme,stuck,train_lm}_test.py \
+        integration_tests/{fuzz_files,keras_suite,one_device}_test.py \
+        integration_tests/{output,planning,readme,stuck,train_lm}_test.py \
         integration_tests/torch_{launch,processes}_test.py
     ;;
 *)

@@ -140,13 +140,21 @@ def checking():
     Gives a list that holds the array that was read last.
     """
     _checking.append([])
+    opened = len(_opened)
     try:
         yield _checking[-1]
     finally:
         _checking.pop()
+        # Keras leaves a file open that it could not load. HDF5 would take what
+        # it knows of it for the next one of that name.
+        for store in _opened[opened:]:
+            if store.h5_file:
+                store.h5_file.close()
+        del _opened[opened:]
 
 
 _checking = []
+_opened = []
 
 
 def has_a_layout(model):
@@ -263,6 +271,7 @@ def _check_store(original):
             raise
         except digests.READING_ERRORS as e:
             raise digests.unreadable(e) from e
+        _opened.append(self)
         if self.mode == "r":
             digests.check(self.h5_file)
 
@@ -275,6 +284,8 @@ def _check_parts(original):
         if _checking:
             parts.check(path_or_io)
         original(self, path_or_io, *args, **kwargs)
+        if _checking:
+            _opened.append(self)
 
     return __init__
 
