@@ -363,12 +363,11 @@ def test_a_process_that_dies_on_another_host(what, tmp_path):
     results = hosts(ENDS_SCRIPT, what, tmp_path, KERAS_TP_TIMEOUT="15")
     (code, _, errors), (other, _, _) = results
     assert code != 0 and other == 137
-    # In the words of the runtime, or where it was waited for.
-    named = {
-        "jax": "unhealthy (stopped sending heartbeats):\n1\n",
-        "tensorflow": "/job:worker/replica:0/task:1",
-    }
-    assert named[BACKEND] in errors or "waits for process(es) [1]" in errors
+    # By its index, or where it was waited for.
+    assert (
+        "Process 1 has ended without an error" in errors
+        or "waits for process(es) [1]" in errors
+    ), errors
     assert time.time() - (tmp_path / "began").stat().st_mtime < 60
     assert not launching.running(str(tmp_path))
 
