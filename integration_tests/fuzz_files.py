@@ -45,12 +45,16 @@ def shape_of_run():
     return harness.fitted((1, 2) if count > 1 else (1, 1))
 
 
-def network():
-    keras.utils.set_random_seed(1)
+def structure():
     inputs = keras.Input((FEATURES,))
     x = keras.layers.Dense(8, "relu", name="up")(inputs)
     x = keras.layers.BatchNormalization(name="norm")(x)
-    model = keras.Model(inputs, keras.layers.Dense(4, name="down")(x))
+    return keras.Model(inputs, keras.layers.Dense(4, name="down")(x))
+
+
+def network():
+    keras.utils.set_random_seed(1)
+    model = structure()
     model.compile(keras.optimizers.Adam(0.01), "mse")
     model.optimizer.build(model.trainable_variables)
     return model
@@ -179,7 +183,7 @@ class Plan:
     def __init__(self, folder):
         self.path = folder / "plan.json"
         self.mesh = harness.mesh(shape_of_run())
-        plan = distribution.plan_sharding(network, self.mesh)
+        plan = distribution.plan_sharding(structure, self.mesh)
         plan.save(self.path)
         self.saved = [np.array(plan.to_json())]
         self.other = [np.array("")]
