@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import os
+import pathlib
 import re
+import shutil
 
 import h5py
 import keras
@@ -318,6 +320,9 @@ def test_a_file_that_was_refused_is_closed(trained, tmp_path):
     with harness.model_parallel(LAYOUTS, harness.fitted((1, 4))).scope():
         other = network(units=32)
     errors = []
+    path = pathlib.Path(
+        shutil.copy(path, harness.own_folder(tmp_path) / "more.weights.h5")
+    )
     with h5py.File(path, "a") as file:
         # Found when it was opened.
         file["layers/functional/more"] = np.ones(3)

@@ -132,6 +132,10 @@ def test_a_trailer_names_the_file(path):
     # HDF5 reads it as before.
     assert check(path)
     content = path.read_bytes()
+    for count in (1, 50, len(content) - size - 1):
+        path.write_bytes(content[:-count])
+        with pytest.raises(digests.UnreadableFileError, match=str(path)):
+            digests.check_bytes(path)
     for place in (9, size - 9, size + 20, len(content) - 30):
         flipped = bytearray(content)
         flipped[place] ^= 1
