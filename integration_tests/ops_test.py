@@ -22,9 +22,9 @@ from keras_tp import distribution
 BACKEND = keras.config.backend()
 SLOW = os.environ.get("KERAS_TP_SLOW") == "1"
 # One of so many functions is tried in CI.
-STRIDE = {"jax": 12, "tensorflow": 12, "torch": 4}[BACKEND]
+STRIDE = {"jax": 48, "tensorflow": 32, "torch": 6}[BACKEND]
 # Tried in CI always.
-ALWAYS = ("matmul", "sum", "take")
+ALWAYS = ("sum",)
 
 
 def _without_tensors():

@@ -39,6 +39,7 @@ SHARED = [
             "forms",
             "parity",
             "ops",
+            "ops_layers",
             "planned_models",
             "public_api",
             "residence",
