@@ -259,6 +259,7 @@ REFUSED = {
             "diagonal",
         ),
         "DTensor cannot move, join or broadcast these splits": (
+            "losses.CategoricalHinge",
             "ctc_loss",
             "ifft2",
             "image.ssim",
@@ -308,6 +309,17 @@ DRAWN = {
     "tensorflow": {
         "TensorFlow's generator is not the one that draws on one device": (
             "random.categorical",
+        ),
+    },
+    "torch": {},
+}
+
+# Defects that are not mended yet: the error is not clear.
+OPEN = {
+    "jax": {},
+    "tensorflow": {
+        "TensorFlow's own CTC scatters into a part of what is split": (
+            "losses.CTC",
         ),
     },
     "torch": {},
