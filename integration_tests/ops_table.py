@@ -27,7 +27,8 @@ of these splits end so:
 - split: right, and no device holds more than its part of the result;
 - whole: right, and every device holds all of it;
 - refused: an error that names the operation;
-- not there: Keras itself does not run the case on this backend.
+- not there: Keras itself does not run the case on this backend;
+- wrong: an open defect, listed in `ops_listed.OPEN`.
 
 Where two inputs are split, what is right counts as split. The reasons are in
 `integration_tests/ops_listed.py`. On JAX, XLA decides what is whole. A function
