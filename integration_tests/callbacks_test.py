@@ -138,3 +138,42 @@ def test_tensorboard_is_written_by_one_process(tmp_path):
             [keras.callbacks.TensorBoard(tmp_path, histogram_freq=1)],
         )
     assert len(list((tmp_path / "train").iterdir())) == 1
+
+
+def with_dropout():
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(8, "relu", name="up")(inputs)
+    x = keras.layers.Dropout(0.5)(x)
+    model = keras.Model(inputs, keras.layers.Dense(4, name="down")(x))
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def fit_shuffled(model, folder, *callbacks):
+    rng = np.random.default_rng(5)
+    backup = keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+    model.fit(
+        rng.standard_normal((12, 6)).astype("float32"),
+        rng.standard_normal((12, 4)).astype("float32"),
+        batch_size=4,
+        epochs=EPOCHS,
+        # TensorFlow's data pipeline shuffles, and does not say how.
+        shuffle=keras.config.backend() != "tensorflow",
+        verbose=0,
+        callbacks=[backup, *callbacks],
+    )
+    return harness.weights_of(model)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+    with harness.model_parallel(LAYOUTS, harness.fitted((1, 2))).scope():
+        expected = fit_shuffled(with_dropout(), str(tmp_path / "whole"))
+        with pytest.raises(Interrupted):
+            fit_shuffled(with_dropout(), str(tmp_path / "cut"), Interrupt(2))
+        # As a new process would be.
+        model = with_dropout()
+        keras.utils.set_random_seed(4)
+        resumed = fit_shuffled(model, str(tmp_path / "cut"))
+    for path, value in expected.items():
+        np.testing.assert_array_equal(resumed[path], value, err_msg=path)

@@ -14,6 +14,7 @@ from keras.src.callbacks import orbax_checkpoint
 from keras_tp.backend import digests
 from keras_tp.backend import files
 from keras_tp.backend import progress
+from keras_tp.backend import random_state
 from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
 
@@ -155,7 +156,8 @@ def _save_backup(processes, original):
                     self._training_metadata_path,
                     self._prev_training_metadata_path,
                 )
-        with saving.noting(progress):
+        state = random_state.noted(self.model, processes)
+        with saving.noting({**progress, "random": state}):
             self.model.save_weights(self._weights_path, overwrite=True)
         if processes.is_first():
             # Keras without keras_tp reads it here.
@@ -191,6 +193,8 @@ def _load_backup(processes, original):
             progress = digests.progress_of(self._weights_path)
         if progress is not None:
             self.model._initial_epoch = progress["epoch"]
+            if "random" in progress:
+                random_state.restore(self.model, processes, progress["random"])
         elif os.path.exists(metadata_path):
             self.model._initial_epoch = _epoch_of(metadata_path)
 

@@ -151,6 +151,18 @@ def same_array(array):
         )
 
 
+def random_state():
+    """Returns the state of generators that are the framework's: none.
+
+    That of TensorFlow's data pipelines cannot be read.
+    """
+    return {}
+
+
+def set_random_state(state):
+    """Puts back what `random_state` returned."""
+
+
 def agree_on_seed():
     """Has all processes continue with the random state of process 0.
 

@@ -286,15 +286,12 @@ def agree_on_seed():
     counter = None
     if generator is not None:
         counter = core.convert_to_numpy(generator.state.value)
-    state = {name: held.numpy() for name, held in rng_state().items()}
     python, numpy, state, counter = from_first(
-        (random.getstate(), np.random.get_state(), state, counter)
+        (random.getstate(), np.random.get_state(), random_state(), counter)
     )
     random.setstate(python)
     np.random.set_state(numpy)
-    set_rng_state(
-        {name: torch.from_numpy(held) for name, held in state.items()}
-    )
+    set_random_state(state)
     if generator is not None and counter is not None:
         generator.state.assign(counter)
 
@@ -305,6 +302,18 @@ def rng_state():
     if uses_cuda():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def random_state():
+    """Returns the state of torch's generators, as arrays of bytes."""
+    return {name: held.numpy() for name, held in rng_state().items()}
+
+
+def set_random_state(state):
+    """Puts back what `random_state` returned."""
+    set_rng_state(
+        {name: torch.from_numpy(held) for name, held in state.items()}
+    )
 
 
 def rng_bytes():
