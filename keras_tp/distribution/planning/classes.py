@@ -3,6 +3,7 @@
 import collections
 
 from keras_tp.distribution.planning.rules import Dims
+from keras_tp.distribution.planning.rules_math import IN_ATTENTION
 
 
 class Classes:
@@ -59,6 +60,11 @@ class Classes:
         """
         dims, count = self.dims, self.count
         kept = {dims.find(node) for node in dims.whole}
+        inside = {
+            dims.find(node)
+            for node, why in dims.whole.items()
+            if why == IN_ATTENTION
+        }
         for flat, major, minor in dims.factors:
             size = dims.size(major)
             if dims.find(major) not in kept:
@@ -72,7 +78,7 @@ class Classes:
                 if (
                     count % size == 0
                     and dims.size(minor) % rest == 0
-                    and dims.find(minor) not in kept
+                    and dims.find(minor) not in inside
                 ):
                     dims.join(flat, major)
                     self.composite[major] = size
