@@ -23,12 +23,15 @@ fi
 "$PYTHON" -m ruff format --check .
 case ${KERAS_BACKEND:-} in
 '')
-    # Two at a time, as tests keep little more than one core busy. What they
+    # Two at a time, as tests keep little more than one core busy; those of
+    # torch in halves, so that both cores end at about the same time. What they
     # print comes when they have ended.
     logs=$(mktemp -d)
     trap 'rm -rf "$logs"' EXIT
-    printf '%s\n' jax tensorflow torch | xargs -P 2 -I{} bash -c '
-        KERAS_BACKEND=$1 bash shell/test.sh >"$2/$1" 2>&1
+    printf '%s\n' jax tensorflow torch-processes torch-others |
+        xargs -P 2 -I{} bash -c '
+        KERAS_BACKEND=${1%%-*} KERAS_TP_TESTS=${1#*-} \
+            bash shell/test.sh >"$2/$1" 2>&1
         code=$?
         echo "== $1"
         cat "$2/$1"
@@ -37,12 +40,18 @@ case ${KERAS_BACKEND:-} in
 torch)
     # What needs several devices runs in the processes that one of these
     # launches: KERAS_TP_TORCH_DEVICES of them, 2 by default.
-    "$PYTHON" -m pytest --durations=25 keras_tp/backend keras_tp/launch_test.py \
-        keras_tp/startup_test.py \
-        integration_tests/{benchmark,collective_calls,examples}_test.py \
-        integration_tests/{fuzz_files,keras_suite,one_device}_test.py \
-        integration_tests/{output,planning,readme,stuck,train_lm}_test.py \
-        integration_tests/torch_{launch,processes}_test.py
+    processes=(integration_tests/torch_{launch,processes}_test.py)
+    others=(
+        keras_tp/backend keras_tp/{launch,startup}_test.py
+        integration_tests/{benchmark,collective_calls,examples}_test.py
+        integration_tests/{fuzz_files,keras_suite,one_device}_test.py
+        integration_tests/{output,planning,readme,stuck,train_lm}_test.py
+    )
+    case ${KERAS_TP_TESTS:-} in
+    processes) others=() ;;
+    others) processes=() ;;
+    esac
+    "$PYTHON" -m pytest --durations=25 "${others[@]}" "${processes[@]}"
     ;;
 *)
     "$PYTHON" -m pytest --durations=25 keras_tp integration_tests
