@@ -204,7 +204,6 @@ SLICES = {
         "tensor": [
             *EVERYWHERE["tensor"],
             "callbacks/backup_and_restore_test.py",
-            "layers/core/dense_test.py",
             "layers/normalization/layer_normalization_test.py",
             "models/functional_test.py",
             "trainers/trainer_test.py",
