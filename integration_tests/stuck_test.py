@@ -1,5 +1,7 @@
 """A part of `stuck.py`: how runs end in which one process fails."""
 
+import os
+
 import keras
 import pytest
 
@@ -11,8 +13,9 @@ SOME = (
     "loop_callback",
     "launcherkill_callback" if BACKEND == "torch" else "osexit0_callback",
 )
-# With other processes on the same cores, starting and ending take longer.
-SLACK_S = 20
+# With other processes on the same cores, starting and ending take longer. CI
+# asks for what is said, and that the run ends; `stuck.py` measures how soon.
+SLACK_S = 20 if os.environ.get("KERAS_TP_SLOW") == "1" else 120
 
 
 @pytest.mark.parametrize(
