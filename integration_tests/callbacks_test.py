@@ -147,6 +147,9 @@ def with_dropout():
     x = keras.layers.Dropout(0.5)(x)
     model = keras.Model(inputs, keras.layers.Dense(4, name="down")(x))
     model.compile(keras.optimizers.Adam(0.01), "mse")
+    # Keras's generator for such draws is made now. The seed that the resumed
+    # run sets takes it away again.
+    keras.random.uniform((1,))
     return model
 
 

@@ -132,7 +132,7 @@ class WeightsOfModel(Weights):
 
 
 class Model(WeightsOfModel):
-    """Files of `save`, of which a model is made."""
+    """Files of `save`, loaded by `keras.saving.load_model`."""
 
     def load(self):
         self.loaded = keras.saving.load_model(self.path)
@@ -210,7 +210,7 @@ FORMATS = {
 
 
 def damage(path, draw):
-    """Flips a bit of a file, or cuts its end off; returns what was done."""
+    """Flips a bit of a file, or truncates it; returns a description."""
     content = bytearray(path.read_bytes())
     place = draw.randrange(len(content))
     if draw.random() < 0.2:
@@ -280,6 +280,15 @@ def _outcome(case):
     return "changed", ""
 
 
+def report(title, outcomes, defects):
+    """Prints how a search ended; returns the number of defects."""
+    title = f"{keras.config.backend()} {title}"
+    print(f"{title}: {json.dumps(outcomes)}", flush=True)
+    for text in defects[:20]:
+        print(" ", text[:600], flush=True)
+    return len(defects)
+
+
 def main(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("--what", nargs="+", choices=FORMATS, default=FORMATS)
@@ -289,14 +298,8 @@ def main(argv):
     found = 0
     for kind in arguments.what:
         outcomes, defects = search(kind, arguments.seed, arguments.count)
-        found += len(defects)
-        print(
-            f"{keras.config.backend()} {kind} seed={arguments.seed} "
-            f"count={arguments.count}: {json.dumps(outcomes)}",
-            flush=True,
-        )
-        for text in defects[:20]:
-            print(" ", text[:600], flush=True)
+        title = f"{kind} seed={arguments.seed} count={arguments.count}"
+        found += report(title, outcomes, defects)
     return 1 if found else 0
 
 

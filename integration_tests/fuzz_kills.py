@@ -224,7 +224,7 @@ def search_runs(kind, seed, count, processes):
             if value <= before:
                 defects.append(f"{value} after {before}")
             before = max(value, before)
-            # What one killed run leaves, not what many do.
+            # A killed run may leave the files of one save, and no more.
             if len(leftovers(path)) > 8:
                 defects.append(f"left over: {leftovers(path)}")
     return outcomes, defects
@@ -275,15 +275,11 @@ def main(argv):
             outcomes, defects = search(*case)
         else:
             outcomes, defects = search_runs(*case, arguments.processes)
-        found += len(defects)
-        print(
-            f"{keras.config.backend()} kills {kind} seed={arguments.seed} "
-            f"count={arguments.count} processes={arguments.processes}: "
-            f"{json.dumps(outcomes)}",
-            flush=True,
+        title = (
+            f"kills {kind} seed={arguments.seed} count={arguments.count} "
+            f"processes={arguments.processes}"
         )
-        for text in defects[:20]:
-            print(" ", text[:600], flush=True)
+        found += fuzz_files.report(title, outcomes, defects)
     return 1 if found else 0
 
 

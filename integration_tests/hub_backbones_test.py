@@ -1,6 +1,6 @@
 """Every backbone of KerasHub, split by its plan, against one device.
 
-The models are those of `benchmarks/plan_survey.py`: tiny, with random weights.
+`benchmarks/plan_survey.py` has the models. They are tiny, with random weights.
 `KERAS_TP_HUB=DINOV2,SAM` runs these alone.
 """
 

@@ -34,6 +34,7 @@ SHARED = [
             "contamination",
             "faults",
             "generate",
+            "hub_backbones",
             "orbax",
             "followers",
             "forms",

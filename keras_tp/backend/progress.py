@@ -127,12 +127,9 @@ def callback(name):
     Args:
         name: String, the method of the callbacks.
     """
-    place, kind = _Own.place, _Own.kind
-    alone(f"`{name}` of a callback{_of_method()}")
-    try:
+    with _returning():
+        alone(f"`{name}` of a callback{_of_method()}")
         yield
-    finally:
-        _Own.place, _Own.kind, _Own.moved = place, kind, time.monotonic()
 
 
 @contextlib.contextmanager
@@ -142,8 +139,15 @@ def meeting(what):
     Args:
         what: String that names what all processes do here.
     """
+    with _returning():
+        together(f"{what.strip(',')}{_of_method()}")
+        yield
+
+
+@contextlib.contextmanager
+def _returning():
+    """Afterwards this process is where it was before."""
     place, kind = _Own.place, _Own.kind
-    together(f"{what.strip(',')}{_of_method()}")
     try:
         yield
     finally:

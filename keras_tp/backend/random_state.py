@@ -7,10 +7,12 @@ Python, numpy and the framework, which shuffle the data.
 
 import base64
 import random
+import warnings
 
 import numpy as np
 from keras.src import backend
 from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
 
 
 def noted(model, processes):
@@ -21,13 +23,13 @@ def noted(model, processes):
         processes: The backend's module of that name, with `random_state`.
     """
     kind, keys, *rest = np.random.get_state()
+    # The one for numbers that are drawn without a generator.
+    beside = global_state.get_global_attribute("global_seed_generator")
     return {
         "python": random.getstate(),
         "numpy": [kind, _text(keys), *rest],
-        "keras": [
-            _text(backend.convert_to_numpy(counter).astype("int64"))
-            for counter in _counters(model)
-        ],
+        "model": [_value(counter) for counter in _counters(model)],
+        "keras": None if beside is None else _value(beside.state),
         "framework": {
             name: _text(held) for name, held in processes.random_state().items()
         },
@@ -37,8 +39,7 @@ def noted(model, processes):
 def restore(model, processes, state):
     """Sets all generators to what `noted` returned.
 
-    A part that this run does not have, as that of another framework, is left
-    out. So are the counters where the model has other seed generators.
+    The state of another framework is left out.
 
     Args:
         model: A built Keras model.
@@ -49,10 +50,19 @@ def restore(model, processes, state):
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, _array(keys, "uint32"), *rest))
+    if state["keras"] is not None:
+        _assign(seed_generator.global_seed_generator().state, state["keras"])
     counters = _counters(model)
-    if len(counters) == len(state["keras"]):
-        for counter, held in zip(counters, state["keras"]):
-            counter.assign(_array(held, "int64").astype(counter.dtype))
+    if len(counters) == len(state["model"]):
+        for counter, held in zip(counters, state["model"]):
+            _assign(counter, held)
+    else:
+        warnings.warn(
+            f"Model {model.name!r} has {len(counters)} seed generators, and "
+            f"the backup holds {len(state['model'])}: dropout draws other "
+            "numbers than in the run that was interrupted.",
+            stacklevel=3,
+        )
     held = {
         name: _array(text, "uint8")
         for name, text in state["framework"].items()
@@ -63,15 +73,21 @@ def restore(model, processes, state):
 
 
 def _counters(model):
-    """Returns the counters of a model, and the one for numbers beside it."""
+    """Returns the counters of a model's seed generators."""
     weights = {id(variable) for variable in model.weights}
-    found = [
+    return [
         variable
         for variable in model.variables
         if id(variable) not in weights and "int" in variable.dtype
     ]
-    beside = global_state.get_global_attribute("global_seed_generator")
-    return found + ([] if beside is None else [beside.state])
+
+
+def _value(counter):
+    return _text(backend.convert_to_numpy(counter).astype("int64"))
+
+
+def _assign(counter, text):
+    counter.assign(_array(text, "int64").astype(counter.dtype))
 
 
 def _text(array):
