@@ -5,8 +5,9 @@
     KERAS_BACKEND=jax python integration_tests/fuzz_kills.py --processes 2
 
 Each save is of another value in all variables. With one process, a fork of it
-saves and is killed at a random moment. With several, or on TensorFlow, a run is
-started, and one of its processes is killed. The file then holds one save as a
+saves and is killed at a random moment. With several, or on TensorFlow, forks
+that have not started a runtime save one value after the other, and one of them
+is killed; the others end by themselves. The file then holds one save as a
 whole: the last that was complete, or the one under way. When a save has come to
 its end nothing is left behind by those that were killed.
 """
@@ -18,8 +19,8 @@ import json
 import os
 import pathlib
 import random
+import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,17 +31,20 @@ import numpy as np
 
 from integration_tests import fuzz_files
 from integration_tests import launching
+from keras_tp import distribution
 from keras_tp.backend import parts
+from keras_tp.backend import rendezvous
+from keras_tp.backend import supervision
 
-ROOT = pathlib.Path(__file__).parent.parent
 NAMES = {
     "weights": "a.weights.h5",
     "parts": "a.weights.json",
     "model": "a.keras",
 }
 LIMIT_S = 120
-# A fork of TensorFlow waits for threads that it does not have. There each kill
-# is of a run.
+FOR_EVER = 10**9
+# A fork of TensorFlow, after its runtime has started, waits for threads that it
+# does not have.
 FORKS = keras.config.backend() != "tensorflow"
 
 
@@ -176,18 +180,55 @@ def search(kind, seed, count):
     return outcomes, defects
 
 
-def save_for_ever(path):
+def save_often(path, processes, times):
     """Saves one value after the other, in each process of a run."""
-    path = pathlib.Path(path)
-    warnings.simplefilter("ignore")
+    if processes > 1:
+        distribution.initialize()
     with fuzz_files.scope():
         model = fuzz_files.network()
         value = int(value_of(path)) if path.exists() else 0
-        (path.parent.parent / f"process_{os.getpid()}").touch()
-        while True:
+        for _ in range(times):
             value += 1
             fill(model, value)
             save(model, path)
+
+
+def forked_run(path, processes, times):
+    """Starts a run as forks of this process, and returns their ids.
+
+    They need not import a framework again, and the runtime of none has started
+    here. Each joins the others by the variables that a launcher would set.
+    """
+    addresses = [f"127.0.0.1:{p}" for p in supervision._free_ports(processes)]
+    host, port = addresses[0].split(":")
+    variables = {
+        "KERAS_DISTRIBUTION_JOB_ADDRESSES": ",".join(addresses),
+        "KERAS_DISTRIBUTION_NUM_PROCESSES": str(processes),
+        rendezvous.SECRET: secrets.token_hex(16),
+    }
+    if keras.config.backend() == "torch":
+        variables.update(MASTER_ADDR=host, MASTER_PORT=port)
+        variables["WORLD_SIZE"] = str(processes)
+        variables["LOCAL_WORLD_SIZE"] = str(processes)
+    found = []
+    for index in range(processes):
+        process = os.fork()
+        if process == 0:
+            code = 1
+            try:
+                variables["KERAS_DISTRIBUTION_PROCESS_ID"] = str(index)
+                if "WORLD_SIZE" in variables:
+                    variables.update(RANK=str(index), LOCAL_RANK=str(index))
+                os.environ.update(variables)
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, 1)
+                os.dup2(nowhere, 2)
+                save_often(path, processes, times)
+                code = 0
+            finally:
+                os._exit(code)
+        found.append(process)
+    return found
 
 
 def search_runs(kind, seed, count, processes):
@@ -195,30 +236,19 @@ def search_runs(kind, seed, count, processes):
     draw = random.Random(f"{kind} {seed} {processes}")
     outcomes, defects = collections.Counter(), []
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "files" / NAMES[kind]
-        path.parent.mkdir()
-        command = [sys.executable, "-m", "keras_tp.launch", "--devices", "2"]
-        if keras.config.backend() != "torch":
-            # There it is one for each device.
-            command += ["--processes", str(processes)]
-        command += [__file__, "--save-for-ever", str(path)]
+        path = pathlib.Path(folder) / NAMES[kind]
         before = 0
         for _ in range(count):
-            run = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
+            run = forked_run(path, processes, FOR_EVER)
             try:
-                _wait(lambda: len(_started(folder)) == processes, run)
                 # Until something was saved in this run.
                 _wait(functools.partial(_is_newer, path, before), run)
                 time.sleep(draw.uniform(0, 0.3))
-                os.kill(draw.choice(_started(folder)), signal.SIGKILL)
-                run.wait(LIMIT_S)
+                os.kill(draw.choice(run), signal.SIGKILL)
             finally:
-                run.kill()
-                run.wait()
-            for mark in pathlib.Path(folder).glob("process_*"):
-                mark.unlink()
+                # The others end by themselves.
+                for process in run:
+                    ended(process)
             value = _held(path)
             outcomes["whole" if value > before else "lost or mixed"] += 1
             if value <= before:
@@ -227,12 +257,12 @@ def search_runs(kind, seed, count, processes):
             # A killed run may leave the files of one save, and no more.
             if len(leftovers(path)) > 8:
                 defects.append(f"left over: {leftovers(path)}")
+        codes = [ended(process) for process in forked_run(path, processes, 1)]
+        if any(codes) or _held(path) != before + 1:
+            defects.append(f"the last save is not there: {codes}")
+        if leftovers(path):
+            defects.append(f"left over: {leftovers(path)}")
     return outcomes, defects
-
-
-def _started(folder):
-    marks = pathlib.Path(folder).glob("process_*")
-    return sorted(int(mark.name.partition("_")[2]) for mark in marks)
 
 
 def _held(path):
@@ -253,8 +283,8 @@ def _is_newer(path, value):
 def _wait(is_so, run):
     end = time.monotonic() + LIMIT_S
     while not is_so():
-        if run.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(f"The run ended early: {run.poll()}")
+        if time.monotonic() > end:
+            raise RuntimeError(f"Nothing was saved within {LIMIT_S} s.")
         time.sleep(0.01)
 
 
@@ -264,10 +294,7 @@ def main(argv):
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--save-for-ever")
     arguments = parser.parse_args(argv)
-    if arguments.save_for_ever:
-        return save_for_ever(arguments.save_for_ever)
     found = 0
     for kind in arguments.what:
         case = (kind, arguments.seed, arguments.count)
