@@ -27,6 +27,11 @@ setup(
         **BACKENDS,
         "hub": ["keras-hub>=0.32"],
         # Keras's own distribution tests import TensorFlow for `tf.data`.
-        "test": ["pytest", "ruff", "tensorflow>=2.20"],
+        "test": [
+            "pytest",
+            "ruff",
+            "tensorflow>=2.20",
+            "orbax-checkpoint>=0.11",
+        ],
     },
 )

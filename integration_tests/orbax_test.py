@@ -76,6 +76,19 @@ def test_a_model_that_is_loaded(kind, background, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:No pattern of the LayoutMap")
+def test_a_model_that_was_never_trained(tmp_path):
+    # Its optimizer has no slots yet.
+    with scope():
+        model = network("functional")
+        callback = keras.callbacks.OrbaxCheckpoint(str(tmp_path))
+        callback.set_model(model)
+        callback._save_checkpoint(step=0)
+        callback.wait_until_finished()
+        loaded = keras.saving.load_model(str(tmp_path))
+    assert_same(loaded.get_weights(), model.get_weights())
+
+
+@pytest.mark.filterwarnings("ignore:No pattern of the LayoutMap")
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_that_are_loaded(kind, tmp_path):
     with scope():

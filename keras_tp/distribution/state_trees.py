@@ -11,6 +11,8 @@ import functools
 import re
 import warnings
 
+from keras.src import optimizers
+
 from keras_tp.backend import saving
 
 _SEED = "seed_generator_state"
@@ -68,6 +70,9 @@ def _by_own_path(model, kind, values):
             stacklevel=4,
         )
         return {}
+    if kind == "optimizer_variables" and set(values) == _made_at_once(model):
+        # The optimizer was not built yet when it was saved: it had no slots.
+        return values
     found = {}
     for is_seed in (False, True):
         part = {p: x for p, x in values.items() if p.endswith(_SEED) == is_seed}
@@ -93,6 +98,12 @@ def _by_own_path(model, kind, values):
             )
         found.update({mine: part[given] for mine, given in pairs.items()})
     return found
+
+
+def _made_at_once(model):
+    """Returns the paths of the variables that an optimizer has before slots."""
+    config = optimizers.serialize(model.optimizer)
+    return {v.path for v in optimizers.deserialize(config).variables}
 
 
 def _pairs(kind, given, own):
