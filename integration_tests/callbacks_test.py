@@ -3,6 +3,7 @@
 import csv
 import os
 import pathlib
+import time
 
 import h5py
 import keras
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from integration_tests import harness
+from keras_tp.backend import distribution_lib
 
 LAYOUTS = {"up/kernel": (None, "model"), "down/kernel": ("model", None)}
 EPOCHS = 4
@@ -112,6 +114,20 @@ def test_an_interrupted_run_goes_on(tmp_path):
     with harness.model_parallel(LAYOUTS, harness.fitted((1, 2))).scope():
         found = train_with_writers(tmp_path)
     check(found)
+
+
+def test_a_log_is_whole_after_training(tmp_path):
+    class Slow(keras.callbacks.CSVLogger):
+        def on_train_end(self, logs=None):
+            # The process that writes comes to the end later than the others.
+            if distribution_lib.process_id() == 0:
+                time.sleep(1)
+            super().on_train_end(logs)
+
+    with harness.model_parallel(LAYOUTS, harness.fitted((1, 2))).scope():
+        fit(network(), [Slow(tmp_path / "log.csv")])
+    with open(tmp_path / "log.csv") as file:
+        assert len(list(csv.DictReader(file))) == EPOCHS
 
 
 def test_weights_and_epoch_are_of_one_moment(tmp_path):

@@ -22,7 +22,104 @@ class Listed(
 ALL = ("jax", "tensorflow", "torch")
 ANY = ("data", "map", "tensor")
 
+# Backends with a process for each device.
+PROCESSES = ("torch",)
+
 LISTED = [
+    *(
+        Listed(
+            pattern,
+            ALL,
+            ANY,
+            "counts the files of weights in parts: an empty one has the name "
+            "that Keras opens first, the parts have names that no older file "
+            "has, so that a save that is cut short leaves the older one whole",
+        )
+        for pattern in (
+            "saving/saving_api_test.py::*::test_load_sharded_weights",
+            "saving/saving_lib_test.py::*::test_weights_sharding_*",
+        )
+    ),
+    Listed(
+        "saving/saving_lib_test.py::*::test_save_model_exception_raised_*",
+        ALL,
+        ANY,
+        "asserts that a save that raises leaves a file without weights; here "
+        "no file is left, and an older one stays",
+    ),
+    *(
+        Listed(
+            pattern,
+            ALL,
+            ANY,
+            "makes a variable under the distribution of the run, and asserts "
+            "the layout that another one would give it; a variable keeps its "
+            "layout, in Keras too",
+        )
+        for pattern in (
+            "distribution/distribution_lib_test.py::"
+            "DataParallelDistributionTest::test_get_variable_layout",
+            "distribution/distribution_lib_test.py::"
+            "ModelParallelDistributionTest::test_distribute_weights",
+            "initializers/initializer_test.py::InitializersLayoutTest::"
+            "test_initializer_with_data_parallel_layout",
+        )
+    ),
+    *(
+        Listed(
+            pattern,
+            PROCESSES,
+            ANY,
+            "writes a file itself, so both processes write the same one at a "
+            "time",
+        )
+        for pattern in (
+            "saving/file_editor_test.py::*",
+            "saving/saving_lib_test.py::SavingH5IOStoreTest::*",
+            "saving/saving_lib_test.py::SavingNpzIOStoreTest::*",
+            "saving/saving_lib_test.py::SafeGetH5DatasetTest::*",
+            "saving/saving_api_test.py::*::"
+            "test_load_weights_rejects_h5_external_link",
+        )
+    ),
+    *(
+        Listed(
+            pattern,
+            PROCESSES,
+            ANY,
+            "names its folder by the address of an object, so each process "
+            "has another one",
+        )
+        for pattern in (
+            "callbacks/orbax_checkpoint_test.py::*::test_*_saving_*",
+            "callbacks/orbax_checkpoint_test.py::*::test_async_vs_*",
+            "callbacks/orbax_checkpoint_test.py::*::test_max_to_keep*",
+            "callbacks/orbax_checkpoint_test.py::*::test_save_*",
+            "callbacks/orbax_checkpoint_test.py::*::"
+            "test_checkpoint_loading_comprehensive*",
+            "callbacks/orbax_checkpoint_test.py::*::"
+            "test_comprehensive_model_state_restoration*",
+        )
+    ),
+    Listed(
+        "callbacks/backup_and_restore_test.py::*::test_backup_corrupted",
+        PROCESSES,
+        ANY,
+        "damages a file in each process, while the other one reads it",
+    ),
+    *(
+        Listed(
+            pattern,
+            PROCESSES,
+            ANY,
+            "counts the files in a folder, where the other process has its "
+            "temporary one at that time",
+        )
+        for pattern in (
+            "saving/saving_lib_test.py::*::test_load_model_exception_raised_*",
+            "saving/saving_lib_test.py::*::test_load_model_read_only_system",
+        )
+    ),
     *(
         Listed(
             pattern,

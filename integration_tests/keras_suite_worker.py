@@ -278,15 +278,16 @@ def seed_all(text):
 
 
 def make_generators_alike():
-    """Gives `np.random.default_rng()` a seed from numpy's global state."""
-    original = np.random.default_rng
+    """Gives what is seeded without a seed one from numpy's global state."""
+    original, original_seed = np.random.default_rng, np.random.seed
 
     def default_rng(seed=None):
-        if seed is None:
-            seed = np.random.randint(2**31)
-        return original(seed)
+        return original(np.random.randint(2**31) if seed is None else seed)
 
-    np.random.default_rng = default_rng
+    def set_seed(seed=None):
+        original_seed(np.random.randint(2**31) if seed is None else seed)
+
+    np.random.default_rng, np.random.seed = default_rng, set_seed
 
 
 def conftest_of_keras():
@@ -313,8 +314,11 @@ def main():
     sys.path[0] = str(ROOT)
     make_generators_alike()
     if given["distribution"] != "none":
-        # TensorFlow's virtual devices are made when it is imported.
-        import keras_tp  # noqa: F401
+        # TensorFlow's virtual devices are made when it is imported. Tests
+        # import functions of Keras by name, which are replaced before.
+        import keras_tp
+
+        keras_tp.install()
     source = given["source"]
     code = pytest.main(
         [

@@ -264,6 +264,31 @@ def test_jit_compile():
         np.testing.assert_allclose(train(jit_compile=True), expected, rtol=1e-5)
 
 
+def test_jit_compile_of_a_model_that_is_not_built():
+    # The steps that torch compiles before and after the model is built have
+    # outputs that no loss uses.
+    class Network(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(4)
+
+        def call(self, x):
+            return self.dense(x)
+
+    def train(**arguments):
+        keras.utils.set_random_seed(1)
+        model = Network()
+        model.compile(keras.optimizers.SGD(0.1), "mse", **arguments)
+        x, y = np.ones((20, FEATURES)), np.ones((20, 4))
+        history = model.fit(x, y, batch_size=5, epochs=2, verbose=0).history
+        return history["loss"]
+
+    expected = train()
+    torch._dynamo.reset()
+    with distribution.TensorParallel().scope():
+        np.testing.assert_allclose(train(jit_compile=True), expected, rtol=1e-5)
+
+
 def torch_globals():
     """Everything by which torch and DTensor treat all tensors of a process."""
     dispatcher = DTensor._op_dispatcher

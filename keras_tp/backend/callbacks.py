@@ -20,6 +20,7 @@ from keras_tp.backend.hooks import Hook
 
 _BACKUP = "keras.src.callbacks.backup_and_restore:BackupAndRestore"
 _END = "The end of `fit`, with `BackupAndRestore`,"
+_END_OF_LOG = "The end of `fit`, with `CSVLogger`,"
 _ORBAX = "keras.src.callbacks.orbax_checkpoint:OrbaxCheckpoint"
 _SAVING_ORBAX = "Saving with `OrbaxCheckpoint`"
 _CSV = "keras.src.callbacks.csv_logger:CSVLogger"
@@ -115,7 +116,13 @@ def files_table(processes):
                 functools.partial(_in_first, processes),
                 "one process writes the file",
             )
-            for name in ("on_train_begin", "on_epoch_end", "on_train_end")
+            for name in ("on_train_begin", "on_epoch_end")
+        ),
+        Hook(
+            _CSV,
+            "on_train_end",
+            functools.partial(_end_log, processes),
+            "the file is complete in all processes",
         ),
         *(
             Hook(
@@ -287,6 +294,20 @@ def _in_first(processes, original):
             return original(self, *args, **kwargs)
 
     return method
+
+
+def _end_log(processes, original):
+    """Who reads the file after training finds all of it."""
+
+    @functools.wraps(original)
+    def on_train_end(self, logs=None):
+        if processes.world_size() == 1 or not saving.has_a_layout(self.model):
+            return original(self, logs)
+        if processes.is_first():
+            original(self, logs)
+        processes.meet(_END_OF_LOG)
+
+    return on_train_end
 
 
 def _log_elsewhere(processes, original):

@@ -1,9 +1,14 @@
 """Steps that torch's inductor compiles: `jit_compile=True`."""
 
+import functools
 import os
 
 import torch
+from keras.src.distribution.distribution_lib import distribution
+from torch.distributed.tensor import DTensor
 
+from keras_tp.backend.hooks import Hook
+from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
 
 
@@ -34,3 +39,39 @@ def check_compiler():
 def fixed_shapes():
     """Context manager: symbolic sizes do not go into DTensor's placements."""
     return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+
+
+def _zeros_as_distributed(original):
+    """Makes the gradient of an output that the loss does not use a DTensor.
+
+    Autograd fills it with a plain tensor of zeros:
+    https://github.com/pytorch/pytorch/issues/173123
+    """
+
+    @functools.wraps(original)
+    def process_runtime_tangent(x, meta, *args, **kwargs):
+        # Only the metadata of tensor subclasses has it.
+        expected = getattr(meta, "original_subclass_type", None)
+        if expected is DTensor and type(x) is torch.Tensor and not x.any():
+            x = _filled_like(x, meta.meta[0])
+        return original(x, meta, *args, **kwargs)
+
+    return staticmethod(process_runtime_tangent)
+
+
+# Not to be compiled itself.
+@torch.compiler.disable
+def _filled_like(zeros, placements):
+    mesh = placement.to_torch_mesh(distribution().device_mesh)
+    whole = placement.Placement(mesh, placements)
+    return placement.filled(zeros.shape, 0, zeros.dtype, whole)
+
+
+TABLE = [
+    Hook(
+        "torch._functorch._aot_autograd.runtime_wrappers:AOTDispatchAutograd",
+        "process_runtime_tangent",
+        _zeros_as_distributed,
+        "a compiled step may have outputs that its loss does not use",
+    ),
+]

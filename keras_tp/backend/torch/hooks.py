@@ -428,6 +428,7 @@ TABLE = [
         ops_nn.take,
         "the scales of a split table are not gathered",
     ),
+    *compiling.TABLE,
     *(
         Hook(
             _STATE,
