@@ -230,12 +230,12 @@ def local_parts(tensor):
         tensor = tensor.read_value()
     layout = dtensor.fetch_layout(tensor)
     shape = tuple(tensor.shape)
-    return [
-        (device_id, shard_slices(layout, shape, device_id), part.numpy())
-        for device_id, part in zip(
-            layout.mesh.local_device_ids(), dtensor.unpack(tensor)
-        )
-    ]
+    ids = layout.mesh.local_device_ids()
+    with _raised_once(layout.mesh):
+        return [
+            (device_id, shard_slices(layout, shape, device_id), part.numpy())
+            for device_id, part in zip(ids, dtensor.unpack(tensor))
+        ]
 
 
 def read(tensor):
@@ -300,9 +300,51 @@ def wait(outputs):
     """
     for value in tf.nest.flatten(outputs):
         if is_dtensor(value):
-            for part in dtensor.unpack(value):
-                part.numpy()
+            with _raised_once(dtensor.fetch_layout(value).mesh):
+                for part in dtensor.unpack(value):
+                    part.numpy()
             return
+
+
+@contextlib.contextmanager
+def _raised_once(mesh):
+    """Takes an error off the devices that is raised in the block.
+
+    The part of a tensor that a failed step gives raises the error of the step.
+    DTensor does not learn of that: it keeps the error, and raises it for the
+    next operation, of whatever model.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        kept = _forget_error(mesh)
+        if isinstance(error, tf.errors.CancelledError) and kept is not None:
+            # This device was stopped because another one failed.
+            raise kept from error
+        raise
+
+
+def _forget_error(mesh):
+    """Returns the error that DTensor keeps, if any, and has it forget it.
+
+    To copy a replicated tensor to the host, DTensor waits for all devices and
+    starts over on each of them: without the error and without the order to
+    cancel everything, which `context.async_wait` would leave there.
+    """
+    if mesh.num_local_devices() < mesh.size:
+        # What the devices do may wait for other processes, and the error ends
+        # the run anyway.
+        return None
+    layout = dtensor.Layout.replicated(mesh, 0)
+    with tf.init_scope(), tf.device("CPU:0"):
+        value = dtensor.pack(
+            [tf.constant(0)] * mesh.num_local_devices(), layout
+        )
+    try:
+        value.numpy()
+    except tf.errors.OpError as kept:
+        return kept
+    return None
 
 
 def to_host(value):

@@ -166,6 +166,61 @@ def test_the_error_of_a_single_batch_is_raised():
         assert isinstance(model.train_on_batch(0 * bad, y), float)
 
 
+class Guard(keras.layers.Layer):
+    """A layer that fails on inputs that are too large."""
+
+    def call(self, x):
+        guard = tf.debugging.assert_less(tf.reduce_max(x), FORBIDDEN)
+        with tf.control_dependencies([guard]):
+            return tf.identity(x)
+
+
+def model_of_parts(*layers):
+    """A model whose outputs lie in parts on the devices."""
+    model = keras.Sequential(
+        [keras.Input((3,)), *layers, keras.layers.Dense(4, name="up")]
+    )
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("bad_batch", [0, 1])
+@pytest.mark.parametrize("method", ["predict", "predict_on_batch", "step"])
+def test_the_error_of_a_prediction_is_raised_once(method, bad_batch):
+    def run(model, x):
+        if method == "predict_on_batch":
+            return model.predict_on_batch(x)
+        if method == "predict":
+            return model.predict(x, batch_size=BATCH, verbose=0)
+        # A function of the user's own.
+        return tf.function(model, autograph=False)(tf.constant(x, "float32"))
+
+    x = np.ones((2 * BATCH, 3))
+    bad = np.array(x)
+    bad[bad_batch * BATCH] = 2 * FORBIDDEN
+    with split().scope():
+        model, other = model_of_parts(Guard()), model_of_parts()
+        expected = np.asarray(run(other, x))
+        for _ in range(2):
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                run(model, bad)
+            # What runs next is not told of it.
+            np.testing.assert_array_equal(run(other, x), expected)
+            model_of_parts().fit(x, expected, verbose=0)
+
+
+def test_the_error_is_that_of_the_device_that_failed_first():
+    with split().scope():
+        mesh = dist.distribution().device_mesh.backend_mesh
+        bad = np.full((4, 4), 2 * FORBIDDEN, "float32")
+        bad = boundary.place_batch(bad, mesh, None)
+        with placement.on_mesh(mesh):
+            tf.function(Guard().call, autograph=False)(bad)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="assert"):
+            with placement._raised_once(mesh):
+                raise tf.errors.CancelledError(None, None, "stopped")
+
+
 def slices(values, rows):
     return tf.IndexedSlices(
         tf.constant(values, "float32"), tf.constant(rows), (5, 2)
