@@ -67,7 +67,8 @@ def _refusals():
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
-        found.append(tf.errors.OpError)
+        # An operation that has no gradient is not found in a table.
+        found += [tf.errors.OpError, LookupError]
     return tuple(found)
 
 
@@ -148,10 +149,19 @@ def _run_tensorflow(function, tensors, jit, gradients):
 
     layouts = []
 
+    def call(*given):
+        if jit or not any(map(placement.is_dtensor, given)):
+            return _outputs(function(*given))
+        # As a layer does that is called eagerly.
+        mesh = dtensor.fetch_layout(given[0]).mesh
+        with placement.on_mesh(mesh), errors.explained():
+            outputs = _outputs(function(*given))
+        return [leave_mesh(x) for x in outputs]
+
     def step(*given):
         with tf.GradientTape() as tape:
             tape.watch([x for x in given if _is_float(x)])
-            outputs = _outputs(function(*given))
+            outputs = call(*given)
             loss = _loss(outputs) if gradients else None
         found = [None] * len(given)
         if loss is not None:
@@ -171,12 +181,6 @@ def _run_tensorflow(function, tensors, jit, gradients):
     try:
         if jit:
             outputs, found = tf.function(step, autograph=False)(*tensors)
-        elif any(map(placement.is_dtensor, tensors)):
-            # As a layer does that is called eagerly.
-            mesh = dtensor.fetch_layout(tensors[0]).mesh
-            with placement.on_mesh(mesh), errors.explained():
-                outputs, found = step(*tensors)
-                outputs = [leave_mesh(x) for x in outputs]
         else:
             outputs, found = step(*tensors)
     finally:

@@ -1,6 +1,11 @@
-"""The smallest value of a dim, and what DTensor cannot sort."""
+"""The smallest value of a dim, and functions that sort along a dim."""
 
+import numpy as np
 import tensorflow as tf
+from keras.src import backend as keras_backend
+from tensorflow.experimental import dtensor
+
+from keras_tp.backend.tensorflow import placement
 
 
 def argmin(original, input, axis=None, output_type=tf.int64, name=None):  # noqa: A002
@@ -16,32 +21,118 @@ def argmin(original, input, axis=None, output_type=tf.int64, name=None):  # noqa
     return tf.argmax(opposite, axis, output_type)
 
 
-def _refused(why):
-    """Returns a rule that raises; TensorFlow's error would end the process."""
+def sparsemax(original, x, axis=-1):
+    """Keras's formula with the places in the order in place of a sort.
 
-    def rule(original, x, *args, **kwargs):
-        raise NotImplementedError(
-            f"DTensor cannot run Keras's `{original.__name__}`, {why}. Compute "
-            "it of values that are not distributed, as "
-            "`keras.ops.convert_to_numpy` gives them, or run the model with "
-            "the JAX backend (KERAS_BACKEND=jax). Received: x with "
-            f"shape={tuple(x.shape)}"
+    DTensor gathers the dim that is sorted, and no other. The gradient of a
+    sort would write outside of a part; places have none.
+    """
+    x = tf.convert_to_tensor(x)
+    axis %= len(x.shape)
+    _check_size(x.shape[axis], x.shape, "sparsemax")
+    order = tf.argsort(x, axis, "DESCENDING", stable=True)
+    place = tf.argsort(order, axis, stable=True)
+    # DTensor cannot split what a sort gives, as what follows asks for; of what
+    # is gathered it can.
+    place = tf.gather(place, _numbers(x.shape[axis], tf.int32), axis=axis)
+    place = tf.cast(place, x.dtype)
+    ordered = tf.sort(tf.stop_gradient(x), axis, "DESCENDING")
+    after = len(x.shape) - axis - 1
+    counts = _numbers(x.shape[axis], x.dtype, [1] * after) + 1
+    support = ordered - (tf.cumsum(ordered, axis) - 1) / counts > 0
+    count = tf.reduce_sum(tf.cast(support, x.dtype), axis, keepdims=True)
+    # Keras adds up the running sums of the `count` largest values: the first
+    # of them is in all these sums, the last one in one.
+    total = tf.reduce_sum(tf.maximum(count - place, 0) * x, axis, keepdims=True)
+    return tf.maximum(x - (total - 1) / count, 0)
+
+
+def _check_size(size, shape, name):
+    if size is None:
+        raise ValueError(
+            f"Under a distribution, `{name}` needs a shape that is known when "
+            f"the step is traced. Received: x with shape={tuple(shape)}"
         )
 
-    return rule
+
+def _numbers(size, dtype, ones=()):
+    """Returns 0 to `size - 1` on all devices, with dims of size 1 after it."""
+    numbers = np.arange(size, dtype=tf.as_dtype(dtype).as_numpy_dtype)
+    return _replicated(numbers.reshape([size, *ones]))
 
 
-_LOOP = "which is a loop over rows"
-_SORTED = "as the gradient of its sort writes outside of a part"
+def _replicated(value):
+    """Returns a constant on all devices: eagerly, DTensor takes no other."""
+    mesh = placement.current_mesh()
+    layout = dtensor.Layout.replicated(mesh, len(value.shape))
+    return placement.place(value, layout)
+
+
+def nanquantile(original, x, q, axis=None, method="linear", keepdims=False):
+    """Takes the values at two places of the order, without a loop over rows.
+
+    They are found by their indices: the gradient of a sort would write outside
+    of a part.
+    """
+    x = tf.convert_to_tensor(x)
+    x = tf.cast(x, keras_backend.result_type(x.dtype, float))
+    q = _replicated(tf.convert_to_tensor(q, keras_backend.floatx()))
+    rank = len(x.shape)
+    _check_size(x.shape.num_elements(), x.shape, "nanquantile")
+    axes = range(rank) if axis is None else np.ravel(axis)
+    axes = sorted(int(dim) % rank for dim in axes)
+    others = [dim for dim in range(rank) if dim not in axes]
+    rows = [x.shape[dim] for dim in others]
+    # The numbers of a row lie along the last dim, quantiles before it.
+    y = tf.transpose(x, [*others, *axes])
+    y = tf.reshape(y, [*rows, 1, -1])
+    is_nan = tf.math.is_nan(y)
+    infinite = tf.constant(float("inf"), y.dtype)
+    order = tf.argsort(tf.where(is_nan, infinite, y), -1)
+    count = tf.reduce_sum(tf.cast(tf.logical_not(is_nan), tf.int32), -1)
+    last = tf.maximum(count - 1, 0)
+    wanted = tf.reshape(tf.cast(q, tf.float64), [-1])
+    exact = tf.cast(last, tf.float64) * wanted
+    numbers = _numbers(y.shape[-1], tf.int32)
+
+    def value_at(position):
+        position = tf.cast(position, tf.int32)
+        at = tf.where(numbers == position[..., None], order, 0)
+        found = numbers == tf.reduce_sum(at, -1)[..., None]
+        return tf.reduce_sum(tf.where(found, y, 0), -1)
+
+    low, high = tf.math.floor(exact), tf.math.ceil(exact)
+    if method == "linear":
+        # As Keras has it: neighbours, also where a number is met exactly.
+        low = tf.maximum(high - 1, 0)
+        high = tf.minimum(low + 1, tf.cast(last, tf.float64))
+        fraction = tf.cast(high - exact, y.dtype)
+        result = value_at(high) * (1 - fraction) + value_at(low) * fraction
+    elif method == "midpoint":
+        result = (value_at(low) + value_at(high)) / 2
+    else:
+        places = {"lower": low, "higher": high, "nearest": tf.round(exact)}
+        result = value_at(places[method])
+    result = tf.where(count > 0, result, tf.constant(float("nan"), y.dtype))
+    # Quantiles come first.
+    result = tf.transpose(result, [len(rows), *range(len(rows))])
+    if keepdims:
+        rows = [1 if dim in axes else x.shape[dim] for dim in range(rank)]
+    return tf.reshape(result, [*q.shape, *rows])
+
 
 RULES = [
     ("tensorflow", "argmin", argmin, "DTensor has no ArgMin"),
-    *(
-        (f"keras.src.backend.tensorflow.{module}", name, _refused(why), why)
-        for module, name, why in (
-            ("numpy", "nanmedian", _LOOP),
-            ("numpy", "nanquantile", _LOOP),
-            ("nn", "sparsemax", _SORTED),
-        )
+    (
+        "keras.src.backend.tensorflow.numpy",
+        "nanquantile",
+        nanquantile,
+        "DTensor has no layout for the lists of a loop over rows",
+    ),
+    (
+        "keras.src.backend.tensorflow.nn",
+        "sparsemax",
+        sparsemax,
+        "the gradient of its sort writes outside of a part",
     ),
 ]
