@@ -261,7 +261,6 @@ REFUSED = {
         ),
         "DTensor cannot move, join or broadcast these splits": (
             "losses.CategoricalHinge",
-            "ctc_loss",
             "ifft2",
             "image.ssim",
             "layer_normalization",
@@ -314,11 +313,7 @@ DRAWN = {
 # Defects that are not mended yet: the error is not clear.
 OPEN = {
     "jax": {},
-    "tensorflow": {
-        "TensorFlow's own CTC scatters into a part of what is split": (
-            "losses.CTC",
-        ),
-    },
+    "tensorflow": {},
     "torch": {},
 }
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.hooks import Hook
+from keras_tp.backend.tensorflow import ctc
 from keras_tp.backend.tensorflow import dims
 from keras_tp.backend.tensorflow import generation
 from keras_tp.backend.tensorflow import images
@@ -246,6 +247,7 @@ def decline(original, *args, **kwargs):
 _MASKS = "random numbers are those of one device on every mesh"
 
 _RULES = [
+    *ctc.RULES,
     *dims.RULES,
     ("tensorflow", "scatter_nd", scatter_nd, "DTensor wants int32 indices"),
     ("tensorflow:linalg", "band_part", band_part, "DTensor has none"),

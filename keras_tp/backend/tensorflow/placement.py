@@ -197,6 +197,18 @@ def place(value, layout):
     return place_parts(part_of, shape, layout)
 
 
+def replicated(value):
+    """Returns a constant on all devices of the mesh that was entered.
+
+    Eagerly, DTensor takes no other, but for a few integers.
+
+    Args:
+        value: Array or tensor.
+    """
+    layout = dtensor.Layout.replicated(current_mesh(), len(value.shape))
+    return place(value, layout)
+
+
 def place_parts(part_of, shape, layout):
     """Puts a value on the devices of a mesh, part by part.
 

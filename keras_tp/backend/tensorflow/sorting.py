@@ -3,7 +3,6 @@
 import numpy as np
 import tensorflow as tf
 from keras.src import backend as keras_backend
-from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import placement
 
@@ -32,9 +31,7 @@ def sparsemax(original, x, axis=-1):
     _check_size(x.shape[axis], x.shape, "sparsemax")
     order = tf.argsort(x, axis, "DESCENDING", stable=True)
     place = tf.argsort(order, axis, stable=True)
-    # DTensor cannot split what a sort gives, as what follows asks for; of what
-    # is gathered it can.
-    place = tf.gather(place, _numbers(x.shape[axis], tf.int32), axis=axis)
+    place = gathered(place, axis)
     place = tf.cast(place, x.dtype)
     ordered = tf.sort(tf.stop_gradient(x), axis, "DESCENDING")
     after = len(x.shape) - axis - 1
@@ -45,6 +42,16 @@ def sparsemax(original, x, axis=-1):
     # of them is in all these sums, the last one in one.
     total = tf.reduce_sum(tf.maximum(count - place, 0) * x, axis, keepdims=True)
     return tf.maximum(x - (total - 1) / count, 0)
+
+
+def gathered(x, axis):
+    """Returns `x`, of which what follows may take parts along a dim.
+
+    DTensor asks for the parts where `x` is made, and a sort or a join cannot
+    give them. A gather can, and does not ask.
+    """
+    numbers = _numbers(x.shape[axis], tf.int32)
+    return tf.gather(x, numbers, axis=axis)
 
 
 def _check_size(size, shape, name):
@@ -58,14 +65,7 @@ def _check_size(size, shape, name):
 def _numbers(size, dtype, ones=()):
     """Returns 0 to `size - 1` on all devices, with dims of size 1 after it."""
     numbers = np.arange(size, dtype=tf.as_dtype(dtype).as_numpy_dtype)
-    return _replicated(numbers.reshape([size, *ones]))
-
-
-def _replicated(value):
-    """Returns a constant on all devices: eagerly, DTensor takes no other."""
-    mesh = placement.current_mesh()
-    layout = dtensor.Layout.replicated(mesh, len(value.shape))
-    return placement.place(value, layout)
+    return placement.replicated(numbers.reshape([size, *ones]))
 
 
 def nanquantile(original, x, q, axis=None, method="linear", keepdims=False):
@@ -76,7 +76,7 @@ def nanquantile(original, x, q, axis=None, method="linear", keepdims=False):
     """
     x = tf.convert_to_tensor(x)
     x = tf.cast(x, keras_backend.result_type(x.dtype, float))
-    q = _replicated(tf.convert_to_tensor(q, keras_backend.floatx()))
+    q = placement.replicated(tf.convert_to_tensor(q, keras_backend.floatx()))
     rank = len(x.shape)
     _check_size(x.shape.num_elements(), x.shape, "nanquantile")
     axes = range(rank) if axis is None else np.ravel(axis)
