@@ -1,6 +1,9 @@
 """A few of what `shell/fuzz.sh` searches; more with KERAS_TP_SLOW=1."""
 
 import os
+import pathlib
+import subprocess
+import sys
 
 import keras
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from integration_tests import fuzz_files
 from integration_tests import fuzz_kills
 
+ROOT = pathlib.Path(__file__).parent.parent
 SLOW = os.environ.get("KERAS_TP_SLOW") == "1"
 COUNTS = {"weights": 60, "model": 10}
 
@@ -32,3 +36,26 @@ def test_no_kill_loses_a_save(kind):
     outcomes, defects = fuzz_kills.search(kind, seed=3, count=count)
     assert not defects
     assert sum(outcomes.values()) == count
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_kill_of_a_run_loses_a_save(processes):
+    if processes == 1 and fuzz_kills.FORKS:
+        pytest.skip("forks of this process show it")
+    # In a process of its own, where no runtime has started, and with a device
+    # for each process.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name in ("XLA_FLAGS", "KERAS_TP_CPU_DEVICES"):
+        environment.pop(name, None)
+    count = 200 if SLOW else 2
+    result = subprocess.run(
+        [
+            *(sys.executable, fuzz_kills.__file__, "--what", "weights"),
+            *("--processes", str(processes), "--count", str(count)),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f'"whole": {count}' in result.stdout

@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -112,12 +113,13 @@ class Plugin:
 
     @pytest.hookimpl
     def pytest_collection_modifyitems(self, config, items):
-        wanted = [item for item in items if self.is_wanted(item.nodeid)]
-        others = [item for item in items if not self.is_wanted(item.nodeid)]
+        wanted = [item for item in items if self.is_wanted(item)]
+        others = [item for item in items if not self.is_wanted(item)]
         items[:] = wanted
         config.hook.pytest_deselected(items=others)
 
-    def is_wanted(self, test):
+    def is_wanted(self, item):
+        test = id_of(item)
         if test in self.done:
             return False
         return self.only is None or test in self.only
@@ -129,18 +131,19 @@ class Plugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item, nextitem):
-        self.running.write_text(item.nodeid)
+        test = id_of(item)
+        self.running.write_text(test)
         self.reports = []
         self.kept = True
         self.made = 0
-        digest = hashlib.sha256(item.nodeid.encode()).hexdigest()
+        digest = hashlib.sha256(test.encode()).hexdigest()
         self.folder = digest[:16]
-        seed_all(item.nodeid)
+        seed_all(test)
         begin = time.monotonic()
         result = yield
         outcome, error = outcome_of(self.reports)
         seconds = time.monotonic() - begin
-        self.write(item.nodeid, outcome, seconds, error)
+        self.write(test, outcome, seconds, error)
         self.running.write_text("")
         if self.world_size > 1:
             self.meet(outcome)
@@ -240,6 +243,11 @@ class Plugin:
                     theirs[rank] = path.read_text()
             time.sleep(0.002)
         return list(theirs.values())
+
+
+def id_of(item):
+    """Returns the id of a test, without addresses, which differ in each run."""
+    return re.sub("0x[0-9a-f]+", "0x", item.nodeid)
 
 
 def called_by_test():
