@@ -102,6 +102,12 @@ LISTED = [
         )
     ),
     Listed(
+        "callbacks/learning_rate_scheduler_test.py::*::test_verbose_logging",
+        PROCESSES,
+        ANY,
+        "asserts what is printed in each process; only process 0 prints",
+    ),
+    Listed(
         "callbacks/backup_and_restore_test.py::*::test_backup_corrupted",
         PROCESSES,
         ANY,
@@ -253,6 +259,14 @@ LISTED = [
         ("tensorflow",),
         ANY,
         "traces a step for a batch of unknown size; DTensor's rules need sizes",
+    ),
+    Listed(
+        "layers/preprocessing/stft_spectrogram_test.py::TestSpectrogram::"
+        "test_spectrogram_channels_*",
+        ("jax",),
+        ("map", "tensor"),
+        "asserts 1e-6 in 335,916 values; of 295, a convolution that is split "
+        "rounds the last bits otherwise (2e-6)",
     ),
     Listed(
         "layers/preprocessing/stft_spectrogram_test.py::TestSpectrogram::"

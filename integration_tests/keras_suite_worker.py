@@ -197,7 +197,8 @@ class Plugin:
         def rmtree(path, *args, **kwargs):
             # Another process may still read there; all of it is removed in
             # the end.
-            if not (self.is_shared(path) and called_by_test()):
+            is_made = pathlib.Path(path).parent == self.shared
+            if not (is_made or self.is_shared(path) and called_by_test()):
                 remove_tree(path, *args, **kwargs)
 
         def remove_file(path, *args, **kwargs):
