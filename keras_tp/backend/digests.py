@@ -104,10 +104,63 @@ def check(file):
     Raises:
         UnreadableFileError: if something differs, with the dataset.
     """
+    found = check_seal(file)
+    check_rest(file, ())
+    return found
+
+
+def check_seal(file):
+    """Compares sizes, and the list of variables; reads no value.
+
+    Args:
+        file: `h5py.File`.
+
+    Returns:
+        The seal, a string; `None` where the file has none.
+
+    Raises:
+        UnreadableFileError: if something differs.
+    """
     try:
-        return _check(file)
+        return _check_seal(file)
     except READING_ERRORS as e:
         raise unreadable(e) from e
+
+
+def check_rest(file, names):
+    """Compares the values that were not read yet with their digests.
+
+    Args:
+        file: `h5py.File`.
+        names: Collection of the names of datasets that were compared.
+
+    Raises:
+        UnreadableFileError: if one differs, with the dataset.
+    """
+    try:
+        for name, dataset in _datasets(file).items():
+            if dataset.name not in names and DIGEST in dataset.attrs:
+                _check_blocks(name, dataset, _blocks(dataset))
+    except READING_ERRORS as e:
+        raise unreadable(e) from e
+
+
+def check_value(dataset, value):
+    """Compares a value that was read with the digest of its dataset.
+
+    Args:
+        dataset: `h5py.Dataset`.
+        value: The array that was read from it.
+
+    Returns:
+        The name of the dataset.
+
+    Raises:
+        UnreadableFileError: if it differs.
+    """
+    if DIGEST in dataset.attrs:
+        _check_blocks(dataset.name, dataset, [value])
+    return dataset.name
 
 
 def check_bytes(path_or_io, archive=None, mode="r"):
@@ -152,23 +205,13 @@ def unreadable(error):
     return UnreadableFileError(f"{type(error).__name__}: {error}")
 
 
-def _check(file):
+def _check_seal(file):
     datasets = _datasets(file)
     _check_sizes(file, datasets)
     wanted = file.attrs.get(SEAL)
     noted = [name for name, held in datasets.items() if DIGEST in held.attrs]
     if wanted is None and not noted:
         return None
-    for name, dataset in datasets.items():
-        digest = _begin(dataset)
-        for block in _blocks(dataset):
-            digest.update(_bytes(block))
-        if digest.hexdigest() != dataset.attrs.get(DIGEST):
-            raise UnreadableFileError(
-                f"The value of {name!r} is not the one that was saved: its "
-                f"SHA-256 differs. Received: shape={dataset.shape}, "
-                f"dtype={dataset.dtype}"
-            )
     if wanted != _seal_of(file, datasets):
         raise UnreadableFileError(
             "The file does not hold the variables that were saved: the "
@@ -176,6 +219,18 @@ def _check(file):
             "variables"
         )
     return wanted
+
+
+def _check_blocks(name, dataset, blocks):
+    digest = _begin(dataset)
+    for block in blocks:
+        digest.update(_bytes(block))
+    if digest.hexdigest() != dataset.attrs[DIGEST]:
+        raise UnreadableFileError(
+            f"The value of {name!r} is not the one that was saved: its "
+            f"SHA-256 differs. Received: shape={dataset.shape}, "
+            f"dtype={dataset.dtype}"
+        )
 
 
 def _datasets(file):

@@ -161,3 +161,15 @@ def test_a_member_of_an_archive():
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         with pytest.raises(digests.UnreadableFileError, match="CRC"):
             digests.check_bytes("a", archive)
+
+
+def test_values_that_are_compared_when_they_are_read(path):
+    with h5py.File(path, "a") as file:
+        file["a/kernel"][0, 0] = 7
+        assert digests.check_seal(file)
+        name = digests.check_value(file["a/bias"], file["a/bias"][()])
+        with pytest.raises(digests.UnreadableFileError, match="a/kernel"):
+            digests.check_value(file["a/kernel"], file["a/kernel"][()])
+        with pytest.raises(digests.UnreadableFileError, match="a/kernel"):
+            digests.check_rest(file, {name})
+        digests.check_rest(file, {"/a/kernel"})

@@ -135,8 +135,10 @@ _noted = []
 
 @contextlib.contextmanager
 def checking():
-    """Files of weights that are opened meanwhile are compared with digests.
+    """Files of weights that are read meanwhile are compared with digests.
 
+    Each value is compared when it is read, and when the file is closed those
+    that were not.
     Gives a list that holds the array that was read last.
     """
     _checking.append([])
@@ -148,6 +150,7 @@ def checking():
         # Keras leaves a file open that it could not load. HDF5 would take what
         # it knows of it for the next one of that name.
         for store in _opened[opened:]:
+            _compared.pop(store, None)
             if store.h5_file:
                 store.h5_file.close()
         del _opened[opened:]
@@ -155,6 +158,8 @@ def checking():
 
 _checking = []
 _opened = []
+# Of each store that is open, the names of the values that were compared.
+_compared = {}
 
 
 def has_a_layout(model):
@@ -250,8 +255,12 @@ def _note_read(original):
     @functools.wraps(original)
     def __getitem__(self, key):
         value = original(self, key)
-        if _checking:
-            _checking[-1][:] = [value]
+        if not _checking:
+            return value
+        if self in _compared:
+            dataset = self._h5_entry_group[key]
+            _compared[self].add(digests.check_value(dataset, value))
+        _checking[-1][:] = [value]
         return value
 
     return __getitem__
@@ -273,7 +282,8 @@ def _check_store(original):
             raise digests.unreadable(e) from e
         _opened.append(self)
         if self.mode == "r":
-            digests.check(self.h5_file)
+            digests.check_seal(self.h5_file)
+            _compared[self] = set()
 
     return __init__
 
@@ -295,6 +305,13 @@ def _seal_store(original):
     def close(self):
         # HDF5 calls a file "r+" that it writes.
         file = self.h5_file
+        compared = _compared.pop(self, None)
+        if compared is not None and file:
+            try:
+                digests.check_rest(file, compared)
+            finally:
+                original(self)
+            return
         if not _sealing or not file or file.mode != "r+":
             original(self)
             return
