@@ -23,13 +23,12 @@ fi
 "$PYTHON" -m ruff format --check .
 case ${KERAS_BACKEND:-} in
 '')
-    # Two at a time, as tests keep little more than one core busy; those of
-    # torch in halves, so that both cores end at about the same time. What they
-    # print comes when they have ended.
+    # Three at a time on two cores, as tests of processes wait much; those of
+    # torch in halves. What they print comes when they have ended.
     logs=$(mktemp -d)
     trap 'rm -rf "$logs"' EXIT
     printf '%s\n' jax tensorflow torch-processes torch-others |
-        xargs -P 2 -I{} bash -c '
+        xargs -P 3 -I{} bash -c '
         KERAS_BACKEND=${1%%-*} KERAS_TP_TESTS=${1#*-} \
             bash shell/test.sh >"$2/$1" 2>&1
         code=$?
