@@ -204,12 +204,10 @@ SLICES = {
         "tensor": [
             *EVERYWHERE["tensor"],
             "callbacks/backup_and_restore_test.py",
-            "layers/normalization/layer_normalization_test.py",
-            "models/functional_test.py",
             "trainers/trainer_test.py",
         ],
         "map": [
-            "layers/attention/attention_test.py",
+            "layers/normalization/layer_normalization_test.py",
             "models/sequential_test.py",
             "optimizers/sgd_test.py",
         ],
