@@ -14,7 +14,6 @@ its end nothing is left behind by those that were killed.
 
 import argparse
 import collections
-import functools
 import json
 import os
 import pathlib
@@ -34,7 +33,6 @@ from integration_tests import launching
 from keras_tp import distribution
 from keras_tp.backend import parts
 from keras_tp.backend import rendezvous
-from keras_tp.backend import supervision
 
 NAMES = {
     "weights": "a.weights.h5",
@@ -199,7 +197,7 @@ def forked_run(path, processes, times):
     They need not import a framework again, and the runtime of none has started
     here. Each joins the others by the variables that a launcher would set.
     """
-    addresses = [f"127.0.0.1:{p}" for p in supervision._free_ports(processes)]
+    addresses = [f"127.0.0.1:{launching.free_port()}" for _ in range(processes)]
     host, port = addresses[0].split(":")
     variables = {
         "KERAS_DISTRIBUTION_JOB_ADDRESSES": ",".join(addresses),
@@ -242,7 +240,7 @@ def search_runs(kind, seed, count, processes):
             run = forked_run(path, processes, FOR_EVER)
             try:
                 # Until something was saved in this run.
-                _wait(functools.partial(_is_newer, path, before), run)
+                _wait_for_more(path, before)
                 time.sleep(draw.uniform(0, 0.3))
                 os.kill(draw.choice(run), signal.SIGKILL)
             finally:
@@ -276,13 +274,9 @@ def _held(path):
         return 0
 
 
-def _is_newer(path, value):
-    return _held(path) > value
-
-
-def _wait(is_so, run):
+def _wait_for_more(path, value):
     end = time.monotonic() + LIMIT_S
-    while not is_so():
+    while _held(path) <= value:
         if time.monotonic() > end:
             raise RuntimeError(f"Nothing was saved within {LIMIT_S} s.")
         time.sleep(0.01)

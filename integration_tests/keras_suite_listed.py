@@ -93,7 +93,7 @@ LISTED = [
         "callbacks/learning_rate_scheduler_test.py::*::test_verbose_logging",
         PROCESSES,
         ANY,
-        "asserts what is printed in each process; only process 0 prints",
+        "asserts a line in the output of each process; only process 0 prints",
     ),
     Listed(
         "callbacks/backup_and_restore_test.py::*::test_backup_corrupted",
@@ -253,8 +253,8 @@ LISTED = [
         "test_spectrogram_channels_*",
         ("jax",),
         ("map", "tensor"),
-        "asserts 1e-6 in 335,916 values; of 295, a convolution that is split "
-        "rounds the last bits otherwise (2e-6)",
+        "asserts 1e-6; a split convolution rounds 295 of 335,916 values in "
+        "another way, by up to 2e-6",
     ),
     Listed(
         "layers/preprocessing/stft_spectrogram_test.py::TestSpectrogram::"

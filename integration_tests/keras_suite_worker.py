@@ -291,7 +291,7 @@ def seed_all(text):
 
 
 def make_generators_alike():
-    """Gives what is seeded without a seed one from numpy's global state."""
+    """Makes unseeded generators take a seed from numpy's global state."""
     original, original_seed = np.random.default_rng, np.random.seed
 
     def default_rng(seed=None):

@@ -17,6 +17,7 @@ from integration_tests import harness
 from integration_tests import zoo
 from keras_tp import backend
 from keras_tp import distribution
+from keras_tp.backend import digests
 
 FEATURES = 12
 OUTPUTS = 5
@@ -379,6 +380,17 @@ def test_a_file_that_is_not_there(trained, tmp_path):
     assert_same(state_of(trained), before)
 
 
+def test_values_are_not_read_once_more_for_digests(tmp_path, monkeypatch):
+    def read(dataset):
+        raise AssertionError(f"{dataset.name} is read again")
+
+    with at((1, 2)):
+        model = network()
+        model.save_weights(tmp_path / "a.weights.h5")
+        monkeypatch.setattr(digests, "_blocks", read)
+        model.load_weights(tmp_path / "a.weights.h5")
+
+
 def test_an_error_while_saving_leaves_the_older_file(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -391,7 +403,7 @@ def test_an_error_while_saving_leaves_the_older_file(tmp_path, monkeypatch):
         monkeypatch.setattr(keras.layers.Dense, "save_own_variables", fail)
         with pytest.raises(OSError, match="No space"):
             model.save_weights(path)
-        # The process that writes has removed what it wrote.
+        # By now process 0 has removed its temporary file.
         backend.distribution_lib.meet("The end of a save that failed")
     assert path.read_bytes() == older
     assert list(tmp_path.iterdir()) == [path]

@@ -106,8 +106,16 @@ def files_table(processes):
             for name, hook in (
                 ("_save_model", _save_backup),
                 ("_load_model", _load_backup),
-                ("on_train_end", _remove_backup),
             )
+        ),
+        *(
+            Hook(
+                callback,
+                "on_train_end",
+                functools.partial(_end_in_first, processes, what),
+                "one process removes or closes files, and all wait for it",
+            )
+            for callback, what in ((_BACKUP, _END), (_CSV, _END_OF_LOG))
         ),
         *(
             Hook(
@@ -117,12 +125,6 @@ def files_table(processes):
                 "one process writes the file",
             )
             for name in ("on_train_begin", "on_epoch_end")
-        ),
-        Hook(
-            _CSV,
-            "on_train_end",
-            functools.partial(_end_log, processes),
-            "the file is complete in all processes",
         ),
         *(
             Hook(
@@ -229,17 +231,20 @@ def _no_progress(path, text):
     )
 
 
-def _remove_backup(processes, original):
-    """One process removes the folder, when all have come to the end."""
+def _end_in_first(processes, what, original):
+    """Process 0 removes or closes files when all processes are at the end.
+
+    The others wait for it, so that they find the files as they will stay.
+    """
 
     @functools.wraps(original)
     def on_train_end(self, logs=None):
         if processes.world_size() == 1 or not saving.has_a_layout(self.model):
             return original(self, logs)
-        processes.meet(_END)
+        processes.meet(what)
         if processes.is_first():
             original(self, logs)
-        processes.meet(_END)
+        processes.meet(what)
 
     return on_train_end
 
@@ -294,20 +299,6 @@ def _in_first(processes, original):
             return original(self, *args, **kwargs)
 
     return method
-
-
-def _end_log(processes, original):
-    """Who reads the file after training finds all of it."""
-
-    @functools.wraps(original)
-    def on_train_end(self, logs=None):
-        if processes.world_size() == 1 or not saving.has_a_layout(self.model):
-            return original(self, logs)
-        if processes.is_first():
-            original(self, logs)
-        processes.meet(_END_OF_LOG)
-
-    return on_train_end
 
 
 def _log_elsewhere(processes, original):

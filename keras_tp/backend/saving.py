@@ -137,9 +137,8 @@ _noted = []
 def checking():
     """Files of weights that are read meanwhile are compared with digests.
 
-    Each value is compared when it is read, and when the file is closed those
-    that were not.
-    Gives a list that holds the array that was read last.
+    A value is compared when it is read. Those that were not read are compared
+    when the file is closed. Gives a list that holds the array read last.
     """
     _checking.append([])
     opened = len(_opened)
@@ -149,17 +148,16 @@ def checking():
         _checking.pop()
         # Keras leaves a file open that it could not load. HDF5 would take what
         # it knows of it for the next one of that name.
-        for store in _opened[opened:]:
-            _compared.pop(store, None)
+        for store in list(_opened)[opened:]:
             if store.h5_file:
                 store.h5_file.close()
-        del _opened[opened:]
+            del _opened[store]
 
 
 _checking = []
-_opened = []
-# Of each store that is open, the names of the values that were compared.
-_compared = {}
+# Each store that was opened, with the names of the values that were compared;
+# `None` if all of them were compared before.
+_opened = {}
 
 
 def has_a_layout(model):
@@ -257,9 +255,10 @@ def _note_read(original):
         value = original(self, key)
         if not _checking:
             return value
-        if self in _compared:
+        compared = _opened.get(self)
+        if compared is not None:
             dataset = self._h5_entry_group[key]
-            _compared[self].add(digests.check_value(dataset, value))
+            compared.add(digests.check_value(dataset, value))
         _checking[-1][:] = [value]
         return value
 
@@ -280,10 +279,10 @@ def _check_store(original):
             raise
         except digests.READING_ERRORS as e:
             raise digests.unreadable(e) from e
-        _opened.append(self)
+        _opened[self] = None
         if self.mode == "r":
             digests.check_seal(self.h5_file)
-            _compared[self] = set()
+            _opened[self] = set()
 
     return __init__
 
@@ -295,7 +294,7 @@ def _check_parts(original):
             parts.check(path_or_io)
         original(self, path_or_io, *args, **kwargs)
         if _checking:
-            _opened.append(self)
+            _opened[self] = None
 
     return __init__
 
@@ -305,7 +304,7 @@ def _seal_store(original):
     def close(self):
         # HDF5 calls a file "r+" that it writes.
         file = self.h5_file
-        compared = _compared.pop(self, None)
+        compared = _opened.get(self)
         if compared is not None and file:
             try:
                 digests.check_rest(file, compared)

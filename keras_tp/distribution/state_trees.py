@@ -70,7 +70,8 @@ def _by_own_path(model, kind, values):
             stacklevel=4,
         )
         return {}
-    if kind == "optimizer_variables" and set(values) == _made_at_once(model):
+    is_optimizer = kind == "optimizer_variables" and len(values) < len(shapes)
+    if is_optimizer and set(values) == _made_at_once(model):
         # The optimizer was not built yet when it was saved: it had no slots.
         return values
     found = {}

@@ -1,7 +1,7 @@
 """The CTC loss, of batches that may be split.
 
-TensorFlow's own keeps lists in a loop and scatters into its result, of which
-DTensor can do neither. Here the frames are unrolled, as steps of recurrent
+TensorFlow's `ctc_loss` uses a loop over lists and a scatter. DTensor supports
+neither. Here the frames are unrolled, as steps of recurrent
 layers are. (The sums over alignments: Graves et al., 2006,
 https://www.cs.toronto.edu/~graves/icml_2006.pdf, section 4.1.)
 """
@@ -22,7 +22,7 @@ _IMPOSSIBLE = -706.8936
 def ctc_loss(
     original, target, output, target_length, output_length, mask_index=0
 ):
-    """Sums the alignments of each sample up, frame by frame."""
+    """Sums over the alignments of each sample, frame by frame."""
     logits, labels = tf.convert_to_tensor(output), _placed(target)
     label_count, frame_count = _placed(target_length), _placed(output_length)
     if None in (*logits.shape[1:], *labels.shape[1:]):
@@ -45,7 +45,8 @@ def ctc_loss(
         states[:, 2:] != states[:, :-2], states[:, 2:] != mask_index
     )
     skipped = tf.where(differs, 0.0, _NEVER)
-    last = 2 * label_count[:, None] - _states_before(size)
+    numbers = sorting.numbers(size + 1, tf.int32)[None, :]
+    last = 2 * label_count[:, None] - numbers
     is_end = tf.logical_or(last == 0, last == 1)
     ends = tf.where(is_end, 0.0, _IMPOSSIBLE)
     seen = tf.einsum(
@@ -68,19 +69,15 @@ def _placed(value):
     return tf.cast(value, tf.int32)
 
 
-def _states_before(size):
-    return _placed(list(range(size + 1)))[None, :]
-
-
 @placement.custom_gradient
 def _loss(seen, skipped, ends, frame_count):
     """Returns the negative logarithms of likelihoods.
 
     Args:
-        seen: Tensor `(frames, batch, states)`, the logarithms of what each
-            frame gives to each state.
-        skipped: Tensor `(batch, states - 2)`, 0 where a step of two states
-            leads to, `_NEVER` elsewhere.
+        seen: Tensor `(frames, batch, states)`, log-probability of each state
+            in each frame.
+        skipped: Tensor `(batch, states - 2)`, 0 for states that can be reached
+            by skipping one, `_NEVER` for the others.
         ends: Tensor `(batch, states)`, 0 where an alignment may end.
         frame_count: Tensor `(batch, 1)` of ints.
     """
@@ -91,13 +88,13 @@ def _loss(seen, skipped, ends, frame_count):
     starts = tf.concat([tf.zeros_like(ends[:, :2]), rest], 1)
 
     def before(beta):
-        """Sums up the states that follow, of which an alignment may end."""
+        """Returns the log-sum over the states that may come next."""
         step = tf.concat([beta[:, 1:], nowhere], 1)
         skip = tf.concat([beta[:, 2:] + skipped, nowhere, nowhere], 1)
         return _log_sum(beta, step, skip)
 
     def after(alpha):
-        """Sums up the states that an alignment may come from."""
+        """Returns the log-sum over the states that may come before."""
         step = tf.concat([nowhere, alpha[:, :-1]], 1)
         skip = tf.concat([nowhere, nowhere, alpha[:, :-2] + skipped], 1)
         return _log_sum(alpha, step, skip)
@@ -136,6 +133,6 @@ RULES = [
         "keras.src.backend.tensorflow.nn",
         "ctc_loss",
         ctc_loss,
-        "TensorFlow's scatters into a part of what is split",
+        "TensorFlow's loss scatters, which DTensor cannot do on a split tensor",
     ),
 ]

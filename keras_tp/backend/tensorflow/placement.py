@@ -344,8 +344,8 @@ def _forget_error(mesh):
     cancel everything, which `context.async_wait` would leave there.
     """
     if mesh.num_local_devices() < mesh.size:
-        # What the devices do may wait for other processes, and the error ends
-        # the run anyway.
+        # The devices may wait for another process. The error ends the run
+        # anyway.
         return None
     layout = dtensor.Layout.replicated(mesh, 0)
     with tf.init_scope(), tf.device("CPU:0"):

@@ -35,7 +35,7 @@ def sparsemax(original, x, axis=-1):
     place = tf.cast(place, x.dtype)
     ordered = tf.sort(tf.stop_gradient(x), axis, "DESCENDING")
     after = len(x.shape) - axis - 1
-    counts = _numbers(x.shape[axis], x.dtype, [1] * after) + 1
+    counts = numbers(x.shape[axis], x.dtype, [1] * after) + 1
     support = ordered - (tf.cumsum(ordered, axis) - 1) / counts > 0
     count = tf.reduce_sum(tf.cast(support, x.dtype), axis, keepdims=True)
     # Keras adds up the running sums of the `count` largest values: the first
@@ -45,13 +45,12 @@ def sparsemax(original, x, axis=-1):
 
 
 def gathered(x, axis):
-    """Returns `x`, of which what follows may take parts along a dim.
+    """Returns `x` whole along a dim, so that later operations may slice it.
 
-    DTensor asks for the parts where `x` is made, and a sort or a join cannot
-    give them. A gather can, and does not ask.
+    DTensor would have the operation before make slices at once, which a sort
+    and a join cannot. It does not ask that of a gather.
     """
-    numbers = _numbers(x.shape[axis], tf.int32)
-    return tf.gather(x, numbers, axis=axis)
+    return tf.gather(x, numbers(x.shape[axis], tf.int32), axis=axis)
 
 
 def _check_size(size, shape, name):
@@ -62,10 +61,10 @@ def _check_size(size, shape, name):
         )
 
 
-def _numbers(size, dtype, ones=()):
+def numbers(size, dtype, ones=()):
     """Returns 0 to `size - 1` on all devices, with dims of size 1 after it."""
-    numbers = np.arange(size, dtype=tf.as_dtype(dtype).as_numpy_dtype)
-    return placement.replicated(numbers.reshape([size, *ones]))
+    found = np.arange(size, dtype=tf.as_dtype(dtype).as_numpy_dtype)
+    return placement.replicated(found.reshape([size, *ones]))
 
 
 def nanquantile(original, x, q, axis=None, method="linear", keepdims=False):
@@ -93,12 +92,12 @@ def nanquantile(original, x, q, axis=None, method="linear", keepdims=False):
     last = tf.maximum(count - 1, 0)
     wanted = tf.reshape(tf.cast(q, tf.float64), [-1])
     exact = tf.cast(last, tf.float64) * wanted
-    numbers = _numbers(y.shape[-1], tf.int32)
+    places = numbers(y.shape[-1], tf.int32)
 
     def value_at(position):
         position = tf.cast(position, tf.int32)
-        at = tf.where(numbers == position[..., None], order, 0)
-        found = numbers == tf.reduce_sum(at, -1)[..., None]
+        at = tf.where(places == position[..., None], order, 0)
+        found = places == tf.reduce_sum(at, -1)[..., None]
         return tf.reduce_sum(tf.where(found, y, 0), -1)
 
     low, high = tf.math.floor(exact), tf.math.ceil(exact)
@@ -111,8 +110,9 @@ def nanquantile(original, x, q, axis=None, method="linear", keepdims=False):
     elif method == "midpoint":
         result = (value_at(low) + value_at(high)) / 2
     else:
-        places = {"lower": low, "higher": high, "nearest": tf.round(exact)}
-        result = value_at(places[method])
+        nearest = tf.round(exact)
+        chosen = {"lower": low, "higher": high, "nearest": nearest}
+        result = value_at(chosen[method])
     result = tf.where(count > 0, result, tf.constant(float("nan"), y.dtype))
     # Quantiles come first.
     result = tf.transpose(result, [len(rows), *range(len(rows))])
