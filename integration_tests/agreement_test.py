@@ -1,7 +1,6 @@
 """The three backends, from the same weights: the same losses."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 
 from integration_tests import agreement
 from integration_tests import harness
+from integration_tests import launching
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -31,12 +31,9 @@ def losses(tmp_path_factory):
                 *("integration_tests/agreement.py", str(folder)),
             ],
             cwd=ROOT,
-            env={
-                **{k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
-                "KERAS_BACKEND": backend,
-                "PYTHONPATH": str(ROOT),
-                "OMP_NUM_THREADS": "1",
-            },
+            env=launching.environment(
+                KERAS_BACKEND=backend, OMP_NUM_THREADS="1"
+            ),
             capture_output=True,
             text=True,
             timeout=900,

@@ -13,6 +13,8 @@ import sys
 import keras
 import pytest
 
+from integration_tests import launching
+
 ROOT = pathlib.Path(__file__).parent.parent
 RATIOS = {
     "jax": {"keras_tp / keras"},
@@ -34,12 +36,10 @@ pytestmark = pytest.mark.skipif(
 
 def run(script, *arguments):
     """Runs a script of the folder of benchmarks; returns what it prints."""
-    # Scripts make their own devices.
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     result = subprocess.run(
         [sys.executable, f"benchmarks/{script}", *arguments],
         cwd=ROOT,
-        env={**env, "PYTHONPATH": str(ROOT)},
+        env=launching.environment(),
         capture_output=True,
         text=True,
         timeout=300,

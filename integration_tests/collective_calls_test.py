@@ -1,7 +1,6 @@
 """What every process has to call, called by one: an error that says so."""
 
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -11,7 +10,6 @@ import pytest
 from integration_tests import launching
 
 BACKEND = keras.config.backend()
-ROOT = pathlib.Path(__file__).parent.parent
 
 pytestmark = pytest.mark.skipif(
     "RANK" in os.environ, reason="launches processes of its own"
@@ -68,15 +66,12 @@ def script(tmp_path_factory):
 
 
 def run(*arguments):
-    # The processes make their own devices.
-    ours = ("KERAS_TP_CPU_DEVICES", "XLA_FLAGS")
-    env = {k: v for k, v in os.environ.items() if k not in ours}
     options = ["--devices", "2"]
     if BACKEND != "torch":
         options += ["--processes", "2"]
     return subprocess.run(
         [sys.executable, "-m", "keras_tp.launch", *options, *arguments],
-        env={**env, "PYTHONPATH": str(ROOT), "KERAS_TP_TIMEOUT": "10"},
+        env=launching.environment(KERAS_TP_TIMEOUT="10"),
         capture_output=True,
         text=True,
         timeout=300,

@@ -23,11 +23,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 def fresh(tmp_path_factory):
     """The numbers of each combination from a process of its own."""
     folder = tmp_path_factory.mktemp("fresh")
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     names = list(combinations.COMBINATIONS)
     # Of several processes each starts one, and these join among themselves.
     together = keras.config.backend() == "torch"

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from integration_tests import launching
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 pytestmark = pytest.mark.skipif(
@@ -55,15 +57,13 @@ CHECKS = {
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_example(name, tmp_path):
-    # It has to make its own devices, not to find those of the tests.
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     result = subprocess.run(
         [
             *(sys.executable, "-m", "keras_tp.launch", "--devices", "2"),
             str(ROOT / "examples" / f"{name}.py"),
         ],
         cwd=tmp_path,
-        env={**env, "PYTHONPATH": str(ROOT)},
+        env=launching.environment(),
         capture_output=True,
         text=True,
         timeout=300,

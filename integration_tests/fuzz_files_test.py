@@ -1,7 +1,6 @@
 """A few of what `shell/fuzz.sh` searches; more with KERAS_TP_SLOW=1."""
 
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -10,8 +9,8 @@ import pytest
 
 from integration_tests import fuzz_files
 from integration_tests import fuzz_kills
+from integration_tests import launching
 
-ROOT = pathlib.Path(__file__).parent.parent
 SLOW = os.environ.get("KERAS_TP_SLOW") == "1"
 COUNTS = {"weights": 60, "model": 10}
 
@@ -44,16 +43,13 @@ def test_no_kill_of_a_run_loses_a_save(processes):
         pytest.skip("forks of this process show it")
     # In a process of its own, where no runtime has started, and with a device
     # for each process.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for name in ("XLA_FLAGS", "KERAS_TP_CPU_DEVICES"):
-        environment.pop(name, None)
     count = 200 if SLOW else 2
     result = subprocess.run(
         [
             *(sys.executable, fuzz_kills.__file__, "--what", "weights"),
             *("--processes", str(processes), "--count", str(count)),
         ],
-        env=environment,
+        env=launching.environment(),
         capture_output=True,
         text=True,
     )

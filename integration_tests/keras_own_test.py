@@ -50,11 +50,7 @@ def test_keras_own_tests_pass(module, tmp_path):
     result = subprocess.run(
         [*command, *deselect, copy.name],
         cwd=tmp_path,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(root),
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        },
+        env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         timeout=600,

@@ -41,6 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from integration_tests import keras_suite_listed
+from integration_tests import launching
 
 BACKENDS = ("jax", "tensorflow", "torch")
 DISTRIBUTIONS = ("none", "data", "map", "tensor")
@@ -169,6 +170,37 @@ def run_files(
         yield names, time.monotonic() - started
 
 
+def take_over(run, files, folder):
+    """Copies the results that another distribution would not change.
+
+    A test in which the distribution was not asked anything, most often as it
+    makes no variable, runs alike under any.
+
+    Args:
+        run: `Run` that the results are for.
+        files: List of names of files.
+        folder: Path of the folder with the results.
+    """
+    for name in DISTRIBUTIONS[1:]:
+        other = run._replace(distribution=name)
+        ended = done_files(other, folder) - done_files(run, folder)
+        known = results_of(run, folder)
+        tests_of = collections.defaultdict(list)
+        for test, row in results_of(other, folder).items():
+            tests_of[test.split("::")[0]].append(row)
+        for file in ended.intersection(files):
+            alike = [
+                {**row, "run_under": name}
+                for row in tests_of[file]
+                if row["outcome"] in ("passed", "skipped")
+                and not row.get("asked", True)
+            ]
+            new = [row for row in alike if row["test"] not in known]
+            if len(alike) == len(tests_of[file]):
+                new.append({"done": file})
+            _append(run, folder, new)
+
+
 def forget(run, folder, files=(), tests=()):
     """Removes the results of some files, and of some tests."""
     path = run.path(folder)
@@ -272,7 +304,8 @@ def joined_rows(rows_of_each):
         if len(set(outcomes)) > 1:
             error = f"Outcomes {outcomes}. {worst['error']}"
             worst = {**worst, "outcome": "failed", "error": error}
-        joined.append(worst)
+        asked = any(row.get("asked", True) for row in rows)
+        joined.append({**worst, "asked": asked})
     return joined
 
 
@@ -306,21 +339,20 @@ def _end(process):
 
 
 def _environment(run):
-    given = dict(os.environ)
-    for name in ("PYTHONUNBUFFERED", "KERAS_TP_CPU_DEVICES", "XLA_FLAGS"):
-        given.pop(name, None)
-    given.update(
+    given = launching.environment(
         KERAS_BACKEND=run.backend,
         PYTHONHASHSEED="0",
         PYTHONPATH=os.pathsep.join(
-            [str(ROOT), *filter(None, [given.get("PYTHONPATH")])]
+            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
         ),
         TF_CPP_MIN_LOG_LEVEL="3",
     )
+    given.pop("PYTHONUNBUFFERED", None)
     if run.backend == "jax":
         wait = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
         count = f"--xla_force_host_platform_device_count={run.devices}"
-        given.update(XLA_FLAGS=f"{wait} {count}", JAX_PLATFORMS="cpu")
+        flags = f"{given.get('XLA_FLAGS', '')} {wait} {count}"
+        given.update(XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
     elif run.backend == "tensorflow":
         given["KERAS_TP_CPU_DEVICES"] = str(run.devices)
     elif run.distribution != "none":
@@ -446,7 +478,9 @@ def write_table(backend, devices, folder):
         f"Written by `python integration_tests/keras_suite.py --backend "
         f"{backend} --write`, on {devices} devices.",
         f"Numbers of tests: {COLUMNS}. Of {len(select_files([]))} files, those "
-        "that are not here, or have no numbers, were not run yet.",
+        "that are not here, or have no numbers, were not run yet. A test that "
+        "asks nothing of the distribution (it makes no variable) runs under "
+        "one of the three, and counts for each.",
         "",
         f"| file | {' | '.join(names)} |",
         "|---|" + "---:|" * len(names),
@@ -568,6 +602,8 @@ def main(argv=None):
             forget(run, options.results, tests=only)
         elif options.fresh:
             forget(run, options.results, files)
+        if name != "none":
+            take_over(run, files, options.results)
         _run_and_tell(run, files, options, only)
         if name != "none":
             plain = run._replace(distribution="none")

@@ -136,6 +136,39 @@ def test_distribution_is_active_to_the_end(own_results):
     assert left == {"test_left"}
 
 
+def test_a_test_that_asks_nothing_is_run_under_one_distribution(
+    own_results, tmp_path
+):
+    asked = {
+        test.rpartition("::")[2]: row.get("asked", True)
+        for test, row in own_results.items()
+    }
+    assert asked["test_function"] and asked["test_method"]
+    assert not asked["test_after"] and not asked["test_skipped"]
+    ended = [{"test": f"{name}.py::test", **row} for name, row in ROWS.items()]
+    ended += [{"done": f"{name}.py"} for name in ROWS]
+    tensor = keras_suite.Run(BACKEND, "tensor", 2)
+    data = tensor._replace(distribution="data")
+    keras_suite._append(tensor, tmp_path, ended)
+    files = [f"{name}.py" for name in ROWS]
+    keras_suite.take_over(data, files, tmp_path)
+    keras_suite.take_over(data, files, tmp_path)
+    assert keras_suite.done_files(data, tmp_path) == {"free.py", "skips.py"}
+    assert set(keras_suite.results_of(data, tmp_path)) == {
+        "free.py::test",
+        "skips.py::test",
+    }
+
+
+ROWS = {
+    "free": {"outcome": "passed", "asked": False},
+    "skips": {"outcome": "skipped", "asked": False},
+    "asks": {"outcome": "passed", "asked": True},
+    "fails": {"outcome": "failed", "asked": False},
+    "older": {"outcome": "passed"},
+}
+
+
 @pytest.mark.skipif(BACKEND == "torch", reason="one process has one device")
 @pytest.mark.parametrize(
     ["name", "expected"],

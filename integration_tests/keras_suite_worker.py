@@ -67,22 +67,35 @@ def make_distribution(name, devices):
             )
             return distribution.TensorLayout(axes, self.device_mesh)
 
+    class Noted:
+        """Keeps whether anything was asked for; see `Plugin.was_asked`."""
+
+        def __getattribute__(self, attribute):
+            Plugin.was_asked = True
+            return super().__getattribute__(attribute)
+
+    def noted(cls, *args, **kwargs):
+        return type(cls.__name__, (Noted, cls), {})(*args, **kwargs)
+
     names = distribution.list_devices()[:devices]
     if len(names) < devices:
         raise RuntimeError(f"{devices} devices are wanted; there are {names}")
     if name == "data":
-        return distribution.DataParallel(devices=names)
+        return noted(distribution.DataParallel, devices=names)
     if name == "tensor":
-        return distribution.TensorParallel(
-            distribution.DeviceMesh((devices,), ["model"], names)
-        )
+        mesh = distribution.DeviceMesh((devices,), ["model"], names)
+        return noted(distribution.TensorParallel, mesh)
     shape = (1, 2) if devices == 2 else (2, devices // 2)
     mesh = distribution.DeviceMesh(shape, ["batch", "model"], names)
-    return SplitAll(layout_map=distribution.LayoutMap(mesh))
+    return noted(SplitAll, layout_map=distribution.LayoutMap(mesh))
 
 
 class Plugin:
     """Sets the distribution around each test and writes what came of it."""
+
+    # Whether a test read an attribute of the distribution, or checked its
+    # class. One that did not runs alike under any.
+    was_asked = False
 
     def __init__(self):
         given = settings()
@@ -99,6 +112,7 @@ class Plugin:
         self.running = scratch / f"running.{self.rank}"
         self.reports = []
         self.kept = True
+        self.asked = True
         self.made = 0
         self.folder = ""
         seed_all("collection")
@@ -139,6 +153,7 @@ class Plugin:
         self.running.write_text(test)
         self.reports = []
         self.kept = True
+        self.asked = True
         self.made = 0
         digest = hashlib.sha256(test.encode()).hexdigest()
         self.folder = digest[:16]
@@ -164,9 +179,11 @@ class Plugin:
 
         value = make_distribution(self.name, self.devices)
         distribution.set_distribution(value)
+        Plugin.was_asked = False
         try:
             return (yield)
         finally:
+            self.asked = Plugin.was_asked
             self.kept = keras.distribution.distribution() is value
             distribution.set_distribution(None)
 
@@ -180,6 +197,7 @@ class Plugin:
             "outcome": outcome,
             "seconds": round(seconds, 2),
             "kept": self.kept,
+            "asked": self.asked,
             "error": error,
         }
         with open(self.results, "a") as file:

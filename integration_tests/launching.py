@@ -1,5 +1,6 @@
-"""What runs of several processes leave behind: processes, and files."""
+"""What runs of several processes are given, and leave behind."""
 
+import os
 import pathlib
 import socket
 import zipfile
@@ -14,6 +15,24 @@ if "1" in map(os.environ.get, ("KERAS_DISTRIBUTION_PROCESS_ID", "RANK")):
     end = os.kill, (os.getpid(), signal.SIGKILL)
     threading.Timer(1, *end).start()
 """
+
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def environment(**variables):
+    """Returns the environment of a process that makes its own devices.
+
+    Args:
+        **variables: Strings, environment variables to add or replace.
+    """
+    kept = dict(os.environ)
+    kept.pop("KERAS_TP_CPU_DEVICES", None)
+    flags = kept.pop("XLA_FLAGS", "").split()
+    flags = [f for f in flags if "force_host_platform_device_count" not in f]
+    if flags:
+        kept["XLA_FLAGS"] = " ".join(flags)
+    return {**kept, "PYTHONPATH": str(ROOT), **variables}
 
 
 def running(text):

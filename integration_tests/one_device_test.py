@@ -1,17 +1,14 @@
 """Where there is one device: what is said, and what is not."""
 
 import json
-import os
-import pathlib
 import subprocess
 import sys
 
 import keras
 import numpy as np
 
+from integration_tests import launching
 from keras_tp import backend
-
-ROOT = pathlib.Path(__file__).parent.parent
 
 ONE_DEVICE = """
 import json
@@ -66,11 +63,9 @@ print("FOUND", json.dumps([error, found]))
 
 def output_of(code):
     """Runs a script where there is one device, in no launcher."""
-    left_out = ("XLA_FLAGS", "KERAS_TP_CPU_DEVICES")
-    env = {k: v for k, v in os.environ.items() if k not in left_out}
     result = subprocess.run(
         [sys.executable, "-c", code],
-        env={**env, "PYTHONPATH": str(ROOT)},
+        env=launching.environment(),
         capture_output=True,
         text=True,
         timeout=300,

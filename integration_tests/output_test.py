@@ -1,7 +1,6 @@
 """What a run of several processes shows: the first process, the first error."""
 
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -11,7 +10,6 @@ import pytest
 from integration_tests import launching
 
 BACKEND = keras.config.backend()
-ROOT = pathlib.Path(__file__).parent.parent
 
 pytestmark = pytest.mark.skipif(
     "RANK" in os.environ, reason="launches processes of its own"
@@ -71,15 +69,15 @@ def script(tmp_path_factory):
 
 
 def run(*arguments, processes=2):
-    # What it prints is what a user sees, who has set none of these.
-    ours = ("TF_CPP_MIN_LOG_LEVEL", "KERAS_TP_CPU_DEVICES", "XLA_FLAGS")
-    env = {k: v for k, v in os.environ.items() if k not in ours}
+    # What it prints is what a user sees, who has not set this.
+    env = launching.environment()
+    env.pop("TF_CPP_MIN_LOG_LEVEL", None)
     options = ["--devices", "2"]
     if BACKEND != "torch":
         options += ["--processes", str(processes)]
     return subprocess.run(
         [sys.executable, "-m", "keras_tp.launch", *options, *arguments],
-        env={**env, "PYTHONPATH": str(ROOT)},
+        env=env,
         capture_output=True,
         text=True,
         timeout=300,

@@ -42,21 +42,11 @@ def command(*arguments, devices=4, processes=2):
     ]
 
 
-def environment(**variables):
-    # The processes make their own devices.
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("XLA_FLAGS", "KERAS_TP_CPU_DEVICES")
-    }
-    return {**kept, "PYTHONPATH": str(ROOT), **variables}
-
-
 def launch(*arguments, processes=2, timeout=600, **variables):
     """Runs a script, and returns how it ended."""
     return subprocess.run(
         command(*arguments, processes=processes),
-        env=environment(**variables),
+        env=launching.environment(**variables),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -256,7 +246,7 @@ def test_signals_reach_every_process(tmp_path):
     script.write_text(WAITS)
     launcher = subprocess.Popen(
         command("--all-output", script),
-        env=environment(),
+        env=launching.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -278,7 +268,10 @@ def test_no_process_outlives_the_launcher(tmp_path):
     script = tmp_path / "waits.py"
     script.write_text(WAITS)
     launcher = subprocess.Popen(
-        command(script), env=environment(), stdout=subprocess.PIPE, text=True
+        command(script),
+        env=launching.environment(),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert launcher.stdout.readline() == "waiting\n"
     launcher.kill()
@@ -334,7 +327,7 @@ def hosts(script, *arguments, wait=120, count=2, **variables):
                 *("--hosts", addresses, "--host-index", str(index)),
                 *map(str, (script, *arguments)),
             ],
-            env=environment(**variables),
+            env=launching.environment(**variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -396,6 +389,8 @@ def test_a_scheduler_is_asked(tmp_path):
     script.write_text(SCHEDULED)
     port = launching.free_port()
 
+    flags = launching.environment().get("XLA_FLAGS", "")
+
     def told(index):
         if BACKEND == "tensorflow":
             return {
@@ -410,13 +405,13 @@ def test_a_scheduler_is_asked(tmp_path):
             "SLURM_NTASKS": "2",
             "SLURM_PROCID": str(index),
             "SLURM_LOCALID": str(index),
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=2",
         }
 
     children = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env=environment(**told(index)),
+            env=launching.environment(**told(index)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

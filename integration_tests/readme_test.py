@@ -9,20 +9,15 @@ import sys
 import keras
 import pytest
 
+from integration_tests import launching
+
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 COMMANDS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
 LAUNCH = "python -m keras_tp.launch --devices 4 train.py"
 ENVIRONMENT = {
-    **{
-        name: value
-        for name, value in os.environ.items()
-        # The launcher makes the devices.
-        if name not in ("XLA_FLAGS", "KERAS_TP_CPU_DEVICES")
-    },
-    "KERAS_BACKEND": keras.config.backend(),
-    "PYTHONPATH": str(ROOT),
+    **launching.environment(KERAS_BACKEND=keras.config.backend()),
     # `python` in a command is the one that runs the tests.
     "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
 }

@@ -123,11 +123,6 @@ def run(case, backend, folder, slack=0):
         slack: Float, seconds that a run may take longer. Defaults to 0.
     """
     several = [] if backend == "torch" else ["--processes", "2"]
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("XLA_FLAGS", "KERAS_TP_CPU_DEVICES")
-    }
     errors = folder / "stderr.txt"
     with open(errors, "w") as file:
         launcher = subprocess.Popen(
@@ -135,13 +130,11 @@ def run(case, backend, folder, slack=0):
                 *(sys.executable, "-m", "keras_tp.launch", "--devices", "2"),
                 *(*several, SCRIPT, case, str(folder)),
             ],
-            env={
-                **kept,
-                "PYTHONPATH": str(HERE.parent),
-                "KERAS_BACKEND": backend,
-                "KERAS_TP_TIMEOUT": str(TIMEOUT_S),
-                "OMP_NUM_THREADS": "1",
-            },
+            env=launching.environment(
+                KERAS_BACKEND=backend,
+                KERAS_TP_TIMEOUT=str(TIMEOUT_S),
+                OMP_NUM_THREADS="1",
+            ),
             stderr=file,
         )
     try:

@@ -11,6 +11,8 @@ import keras
 import numpy as np
 import pytest
 
+from integration_tests import launching
+
 if "RANK" in os.environ:
     pytest.skip("starts its own processes", allow_module_level=True)
 
@@ -28,12 +30,10 @@ def _run(folder, *arguments):
     command = [sys.executable, "examples/train_lm.py", "--size", "tiny"]
     command += ["--steps", str(STEPS), "--batch-size", "8", "--seed", "3"]
     command += ["--backend", BACKEND]
-    # The example has to make its own devices, not to find those of the tests.
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     result = subprocess.run(
         [*command, "--log", str(log), *arguments],
         cwd=ROOT,
-        env={**env, "PYTHONPATH": str(ROOT)},
+        env=launching.environment(),
         capture_output=True,
         text=True,
         timeout=200,

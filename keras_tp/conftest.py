@@ -25,9 +25,10 @@ if keras.config.backend() == "tensorflow":
     keras_tp.distribution.list_devices()
 if keras.config.backend() == "jax":
     # Read when JAX makes its devices, which nothing has done yet.
-    os.environ.setdefault(
-        "XLA_FLAGS", "--xla_force_host_platform_device_count=8"
-    )
+    count = "--xla_force_host_platform_device_count"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if count not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {count}=8".strip()
 
 
 def reset():

@@ -11,12 +11,21 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 make_environment .venv-test jax,tensorflow,torch,hub,test
 export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-3}
+if [ $# -gt 0 ]; then
+    export KERAS_BACKEND=${KERAS_BACKEND:-jax}
+fi
+if [ "${KERAS_BACKEND:-}" = jax ] && [ "${KERAS_TP_SLOW:-}" != 1 ]; then
+    # The compiler takes most of the time on JAX: without these optimizations of
+    # code for CPUs, a third of it. The partitioner, which inserts collectives,
+    # works as always.
+    export JAX_DISABLE_MOST_OPTIMIZATIONS=1
+    export XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_use_fusion_emitters=false"
+fi
 if [ "${KERAS_BACKEND:-}" = torch ]; then
     # One process per device: the threads of several would fight for the cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 fi
 if [ $# -gt 0 ]; then
-    export KERAS_BACKEND=${KERAS_BACKEND:-jax}
     exec "$PYTHON" -m pytest "$@"
 fi
 "$PYTHON" -m ruff check .
