@@ -1,7 +1,6 @@
 """Rows C.1 and C.2: any order of runs in one process, and nothing left over."""
 
 import importlib
-import os
 import pathlib
 import random
 import subprocess
@@ -13,6 +12,7 @@ import pytest
 
 import keras_tp
 from integration_tests import combinations
+from integration_tests import launching
 from keras_tp import distribution as dist
 from keras_tp.backend import hooks
 
@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 def fresh(tmp_path_factory):
     """The numbers of each combination from a process of its own."""
     folder = tmp_path_factory.mktemp("fresh")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = launching.environment(devices=8)
     names = list(combinations.COMBINATIONS)
     # Of several processes each starts one, and these join among themselves.
     together = keras.config.backend() == "torch"

@@ -1,13 +1,14 @@
 """Keras's own distribution tests, with keras_tp's names in Keras's place."""
 
 import importlib.util
-import os
 import pathlib
 import subprocess
 import sys
 
 import keras
 import pytest
+
+from integration_tests import launching
 
 # Module that the wheel of Keras ships -> what is replaced in its source.
 FRONT = {
@@ -46,11 +47,10 @@ def test_keras_own_tests_pass(module, tmp_path):
     (tmp_path / "conftest.py").write_text("import jax\n\njax.devices()\n")
     deselect = [f"--deselect={copy.name}::{test}" for test in SKIPPED]
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-rs"]
-    root = pathlib.Path(__file__).parent.parent
     result = subprocess.run(
         [*command, *deselect, copy.name],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env=launching.environment(devices=8),
         capture_output=True,
         text=True,
         timeout=600,

@@ -18,18 +18,24 @@ if "1" in map(os.environ.get, ("KERAS_DISTRIBUTION_PROCESS_ID", "RANK")):
 
 
 ROOT = pathlib.Path(__file__).parent.parent
+_COUNT = "--xla_force_host_platform_device_count"
 
 
-def environment(**variables):
+def environment(devices=None, **variables):
     """Returns the environment of a process that makes its own devices.
 
     Args:
+        devices: Int, number of virtual devices that JAX or TensorFlow makes
+            when it is imported. Defaults to `None`: the process sets it.
         **variables: Strings, environment variables to add or replace.
     """
     kept = dict(os.environ)
     kept.pop("KERAS_TP_CPU_DEVICES", None)
     flags = kept.pop("XLA_FLAGS", "").split()
-    flags = [f for f in flags if "force_host_platform_device_count" not in f]
+    flags = [f for f in flags if not f.startswith(_COUNT)]
+    if devices is not None:
+        flags.append(f"{_COUNT}={devices}")
+        kept["KERAS_TP_CPU_DEVICES"] = str(devices)
     if flags:
         kept["XLA_FLAGS"] = " ".join(flags)
     return {**kept, "PYTHONPATH": str(ROOT), **variables}

@@ -389,15 +389,12 @@ def test_a_scheduler_is_asked(tmp_path):
     script.write_text(SCHEDULED)
     port = launching.free_port()
 
-    flags = launching.environment().get("XLA_FLAGS", "")
-
     def told(index):
         if BACKEND == "tensorflow":
             return {
                 "DTENSOR_JOBS": f"127.0.0.1:{port},127.0.0.2:{port + 1}",
                 "DTENSOR_NUM_CLIENTS": "2",
                 "DTENSOR_CLIENT_ID": str(index),
-                "KERAS_TP_CPU_DEVICES": "2",
             }
         return {
             "SLURM_JOB_ID": str(port),
@@ -405,13 +402,12 @@ def test_a_scheduler_is_asked(tmp_path):
             "SLURM_NTASKS": "2",
             "SLURM_PROCID": str(index),
             "SLURM_LOCALID": str(index),
-            "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=2",
         }
 
     children = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env=launching.environment(**told(index)),
+            env=launching.environment(devices=2, **told(index)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
