@@ -49,15 +49,16 @@ def pytest_configure(config):
 
 
 # Kinds of layers, ways to quantize and ways to shard, not each with each.
-FOLLOWERS = (
-    r"followers_test\.py::test_after_sharding\[(?!lora-(mixed|tied)-1x4"
+DERIVED = (
+    r"derived_variables_test\.py::test_after_sharding\[(?!lora-(mixed|tied)-1x4"
     r"|lora-images-1x2|int8-(columns|untied)-1x2|int4-(mixed|tied)-1x2"
     r"|int4 in groups, lora-mixed-1x4)",
-    r"followers_test\.py::test_ways_to_shard\[(planned-(lora|int4)"
+    r"derived_variables_test\.py::test_ways_to_shard\[(planned-(lora|int4)"
     r"|provisional-(lora|int4)|provisional, used-int|distribute_model-int"
     r"|TensorParallelKeras-(lora|int8))",
-    r"followers_test\.py::test_before_sharding\[(int4|int8, lora)\]",
-    r"followers_test\.py::test_nothing_is_gathered\[(.*1x4|int8-|int4 in)",
+    r"derived_variables_test\.py::test_before_sharding\[(int4|int8, lora)\]",
+    r"derived_variables_test\.py::test_nothing_is_gathered\["
+    r"(.*1x4|int8-|int4 in)",
 )
 # An order of models, and a shape of a mesh, for each claim.
 ORDERS_AND_SHAPES = (
@@ -78,7 +79,7 @@ ONE_AXIS = (
 # names. At least one instance of each claim stays.
 SLOW_ON = {
     "jax": (
-        *FOLLOWERS,
+        *DERIVED,
         *ONE_AXIS,
         *ORDERS_AND_SHAPES,
         r"parity_test\.py::test_sgd\[(?!mlp|llama|conv2d|lstm)\w+-1x2",
@@ -89,14 +90,14 @@ SLOW_ON = {
         r"benchmark_test\.py::test_plan_survey\[all",
     ),
     "torch": (
-        *FOLLOWERS,
+        *DERIVED,
         r"benchmark_test\.py::test_plan_survey\[some",
         r"readme_test\.py::test_snippet_runs\[[245]",
     ),
     "tensorflow": (
         r"benchmark_test\.py::test_plan_survey\[all",
         r"collective_calls_test\.py::.*\[(count_collectives|verify)",
-        *FOLLOWERS,
+        *DERIVED,
         *ONE_AXIS,
         *ORDERS_AND_SHAPES,
         # Of kinds of layers, two uses beside all of `dense`.
@@ -105,7 +106,7 @@ SLOW_ON = {
         r"(predict|evaluate|train_on_batch)",
         r"generate_test\.py::.*one_device\[(2-(?!opt)|4-(?!llama))",
         r"generate_test\.py::test_tokens_that_are_drawn\[2\]",
-        r"ops_test\.py::test_a_layer_on_split.*\[(alpha|gaussian|spatial)_",
+        r"table_test\.py::test_a_layer_on_split.*\[(alpha|gaussian|spatial)_",
         r"parity_test\.py::test_sgd\[(?!mlp|llama)\w+-1x2",
         r"parity_test\.py::test_sgd\[(?!mlp|gpt2)\w+-1x4",
         r"parity_test\.py::test_sgd\[(roberta|mistral)",

@@ -31,8 +31,8 @@ import numpy as np
 from integration_tests import fuzz_files
 from integration_tests import launching
 from keras_tp import distribution
-from keras_tp.backend import parts
-from keras_tp.backend import rendezvous
+from keras_tp.backend.processes import rendezvous
+from keras_tp.backend.saving import sharded_files
 
 NAMES = {
     "weights": "a.weights.h5",
@@ -64,9 +64,9 @@ def value_of(path):
     """Returns the number that all variables of a save have."""
     files = [path]
     if path.suffix == ".json":
-        parts.check(path)
+        sharded_files.check(path)
         config = json.loads(path.read_text())
-        files = {path.with_name(n) for n in parts._names(config)}
+        files = {path.with_name(n) for n in sharded_files._names(config)}
     held = {
         float(x)
         for file in files
@@ -95,8 +95,8 @@ def leftovers(path):
     """Returns the files beside a save that do not belong to it."""
     own = {path.name}
     if path.suffix == ".json":
-        own |= {parts._first_of(path)}
-        own |= set(parts._names(json.loads(path.read_text())))
+        own |= {sharded_files._first_of(path)}
+        own |= set(sharded_files._names(json.loads(path.read_text())))
     return sorted(set(os.listdir(path.parent)) - own)
 
 

@@ -27,7 +27,7 @@ CASES = {
 
 def step_hlo(library, build, patterns, shape, uneven=False):
     """The optimised HLO of the train step, without what names source lines."""
-    from keras_tp.backend.jax import collectives
+    from keras_tp.backend.jax import collective_counter
 
     keras.utils.set_random_seed(0)
     devices = library.list_devices()[: int(np.prod(shape))]
@@ -40,7 +40,7 @@ def step_hlo(library, build, patterns, shape, uneven=False):
         model.compile(keras.optimizers.Adam(1e-3), "mse", metrics=["mae"])
         x = np.zeros((8, *model.input_shape[1:]), "float32")
         y = np.zeros((8, *model.output_shape[1:]), "float32")
-        compiled = collectives.compile_step(model, x, y)
+        compiled = collective_counter.compile_step(model, x, y)
     text = re.sub(r", metadata=\{[^}]*\}", "", compiled.as_text())
     # Tables of files and lines that metadata refers to.
     return re.sub(

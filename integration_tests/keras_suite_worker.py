@@ -49,15 +49,18 @@ def make_distribution(name, devices):
         devices: Int, number of devices.
     """
     from keras_tp import distribution
-    from keras_tp.distribution import origin
     from keras_tp.distribution import tensor_parallel
+    from keras_tp.distribution import variable_origin
 
     class SplitAll(distribution.ModelParallel):
         """Splits every weight along its largest dim that divides."""
 
         def get_variable_layout(self, variable):
             layout = super().get_variable_layout(variable)
-            is_weight = origin.origin_of(variable).role == origin.WEIGHT
+            is_weight = (
+                variable_origin.origin_of(variable).role
+                == variable_origin.WEIGHT
+            )
             if variable._layout is not None or not is_weight:
                 return layout
             if any(layout.axes):

@@ -17,7 +17,7 @@ from integration_tests import harness
 from integration_tests import zoo
 from keras_tp import backend
 from keras_tp import distribution
-from keras_tp.backend import digests
+from keras_tp.backend.saving import digests
 
 FEATURES = 12
 OUTPUTS = 5

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from keras_tp import distribution
-from keras_tp.backend.torch import ops
 from keras_tp.backend.torch import placement
-from keras_tp.backend.torch.collectives import CollectiveCounter
+from keras_tp.backend.torch.collective_counter import CollectiveCounter
+from keras_tp.backend.torch.ops import table
 
 M = "model"
 
@@ -390,6 +390,6 @@ def test_numbers_that_depend_on_values_are_refused(mesh):
 
 
 def test_what_layers_need_is_not_computed_whole():
-    names = {name for names in ops.REPLICATED.values() for name in names}
+    names = {name for names in table.REPLICATED.values() for name in names}
     for part in ("mm", "convolution", "embedding", "attention"):
         assert not [name for name in names if part in name.split("_")]

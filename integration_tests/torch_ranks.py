@@ -36,7 +36,7 @@ SHARED = [
             "generate",
             "hub_backbones",
             "orbax",
-            "followers",
+            "derived_variables",
             "forms",
             "parity",
             "ops",

@@ -17,7 +17,7 @@ from integration_tests import zoo
 from keras_tp import backend
 from keras_tp import distribution
 from keras_tp.backend.torch import placement
-from keras_tp.backend.torch.collectives import CollectiveCounter
+from keras_tp.backend.torch.collective_counter import CollectiveCounter
 
 M = "model"
 mesh = torch_ops_test.mesh

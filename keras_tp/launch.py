@@ -3,7 +3,7 @@
 import argparse
 
 from keras_tp import backend
-from keras_tp.backend import supervision
+from keras_tp.backend.processes import supervisor
 
 
 def main(argv=None):
@@ -67,7 +67,7 @@ def main(argv=None):
     problem = _problem(options)
     if problem:
         parser.error(problem)
-    plan = supervision.Plan(
+    plan = supervisor.Plan(
         options.devices,
         options.processes,
         options.hosts,

@@ -106,7 +106,7 @@ def test_dry_run_of_several_processes(script):
         assert f"KERAS_DISTRIBUTION_PROCESS_ID={index} " in line
         # Each has its share of the devices.
         assert DEVICES_SAID[backend].format(2) in line
-        assert line.endswith(f"-m keras_tp.backend.joined {script}")
+        assert line.endswith(f"-m keras_tp.backend.processes.child {script}")
 
 
 def test_dry_run_of_the_second_host(script):

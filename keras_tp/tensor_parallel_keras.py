@@ -10,13 +10,13 @@ import keras
 
 from keras_tp import backend
 from keras_tp.distribution import distribution_lib
-from keras_tp.distribution.origin import SLOT
-from keras_tp.distribution.origin import WEIGHT
 from keras_tp.distribution.planning.planner import MODEL_AXIS
 from keras_tp.distribution.report import ShardingReport
 from keras_tp.distribution.report import describe
 from keras_tp.distribution.sharded_model import distribute_model
 from keras_tp.distribution.tensor_parallel import TensorParallel
+from keras_tp.distribution.variable_origin import SLOT
+from keras_tp.distribution.variable_origin import WEIGHT
 
 # What `distributed_backend` may say, and the Keras backend that it needs.
 _KERAS_BACKENDS = {

@@ -4,10 +4,10 @@ import importlib
 
 import keras
 
-from keras_tp.backend import ending
+from keras_tp.backend.processes import error_propagation
 
 # Before anything can fail that imports keras_tp.
-ending.report_to_launcher()
+error_propagation.report_to_launcher()
 
 # A new backend is a folder of this package and a row here.
 SUPPORTED_BACKENDS = ("jax", "tensorflow", "torch")

@@ -81,7 +81,7 @@ def imports(path):
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
 def test_frameworks_are_imported_by_their_backend_only(path):
     inside = path.relative_to(PACKAGE).parts
-    own = inside[1] if inside[0] == "backend" and len(inside) == 3 else None
+    own = inside[1] if inside[0] == "backend" and len(inside) > 2 else None
     for module in imports(path):
         root = module.split(".")[0]
         if root in FRAMEWORKS:

@@ -16,19 +16,19 @@ from keras.src.distribution import distribution_lib as keras_lib
 from keras_tp import backend
 from keras_tp.backend import hooks
 from keras_tp.distribution import arguments
-from keras_tp.distribution import followers
+from keras_tp.distribution import derived_variables
 from keras_tp.distribution import model_hooks
 from keras_tp.distribution.device_mesh import DeviceMesh
 from keras_tp.distribution.device_mesh import listed_devices
 from keras_tp.distribution.device_mesh import warn_if_unsplit
 from keras_tp.distribution.layout_map import LayoutMap
-from keras_tp.distribution.origin import WEIGHT
-from keras_tp.distribution.origin import current_root
-from keras_tp.distribution.origin import origin_of
 from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import axis_names
 from keras_tp.distribution.tensor_layout import batch_replicated_if_uneven
 from keras_tp.distribution.tensor_layout import check_layout
+from keras_tp.distribution.variable_origin import WEIGHT
+from keras_tp.distribution.variable_origin import current_root
+from keras_tp.distribution.variable_origin import origin_of
 
 DEFAULT_BATCH_DIM_NAME = keras_lib.DEFAULT_BATCH_DIM_NAME
 
@@ -306,7 +306,7 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
         # A scalar has nothing to split, whatever patterns match it.
         if origin.role == WEIGHT and shape:
             layout = self._layout_map.layout_for(variable.path, origin.root)
-            layout = followers.layout_for(variable, layout)
+            layout = derived_variables.layout_for(variable, layout)
             if layout is not None and 0 not in shape:
                 check_layout(layout, shape, f"variable {variable.path!r}")
         return self._replicated(shape) if layout is None else layout

@@ -10,10 +10,10 @@ from keras.src.distribution import distribution_lib as keras_lib
 from keras.src.utils.dtype_utils import dtype_size
 
 from keras_tp.distribution import arguments
-from keras_tp.distribution.origin import SEED
-from keras_tp.distribution.origin import WEIGHT
-from keras_tp.distribution.origin import origin_of
 from keras_tp.distribution.tensor_layout import as_layout
+from keras_tp.distribution.variable_origin import SEED
+from keras_tp.distribution.variable_origin import WEIGHT
+from keras_tp.distribution.variable_origin import origin_of
 
 # A variable of two dims or more above this size is worth splitting.
 LARGE_VARIABLE_BYTES = 2**20

@@ -11,21 +11,21 @@ from keras.src.models.model import Model
 from keras.src.utils.backend_utils import in_tf_graph
 
 from keras_tp.backend import hooks
-from keras_tp.backend import progress
 from keras_tp.backend.hooks import Hook
-from keras_tp.distribution import checkpoint
-from keras_tp.distribution import followers
+from keras_tp.backend.processes import progress
+from keras_tp.distribution import derived_variables
 from keras_tp.distribution import model_state
-from keras_tp.distribution import origin
-from keras_tp.distribution import slots
+from keras_tp.distribution import optimizer_slots
 from keras_tp.distribution import state_trees
+from keras_tp.distribution import variable_origin
+from keras_tp.distribution import weight_files
 from keras_tp.distribution.model_state import adopt_state
 from keras_tp.distribution.model_state import check_complete_model
 from keras_tp.distribution.model_state import check_model
 from keras_tp.distribution.model_state import distribution_of
 from keras_tp.distribution.model_state import entered
-from keras_tp.distribution.origin import scope_of
-from keras_tp.distribution.planning import inputs
+from keras_tp.distribution.planning import model_inputs
+from keras_tp.distribution.variable_origin import scope_of
 
 
 class _Calls(threading.local):
@@ -125,7 +125,7 @@ def _hook_maybe_build(original):
         if isinstance(self, Model):
             # A plan's own call has sizes that stand for unknown ones.
             if distribution() is not None:
-                inputs.note_call(self, call_spec)
+                model_inputs.note_call(self, call_spec)
             if self is _calls.outermost:
                 check_complete_model(self)
 
@@ -140,7 +140,10 @@ def _hook_value(original):
 
     def value(self):
         # A layer that adds variables is not whole yet.
-        if getattr(self, "_awaits_plan", False) and not followers.is_changing():
+        if (
+            getattr(self, "_awaits_plan", False)
+            and not derived_variables.is_changing()
+        ):
             model_state.plan_model_with(self)
         return original.fget(self)
 
@@ -179,7 +182,7 @@ def _hook_before_quantizing(original):
     @functools.wraps(original)
     def _check_quantize_args(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        followers.note_kernels(self, distribution_of(self))
+        derived_variables.note_kernels(self, distribution_of(self))
 
     return _check_quantize_args
 
@@ -188,8 +191,8 @@ def _hook_quantized_build(original):
     @functools.wraps(original)
     def quantized_build(self, shape, mode, *args, **kwargs):
         own = distribution_of(self) if self.weights else distribution()
-        own = followers.noted_distribution(self, own)
-        with scope_of(own), followers.changing(self, mode):
+        own = derived_variables.noted_distribution(self, own)
+        with scope_of(own), derived_variables.changing(self, mode):
             original(self, shape, mode, *args, **kwargs)
         _note_change(self)
 
@@ -202,7 +205,7 @@ def _hook_enable_lora(original):
         mode = self.quantization_mode
         with (
             scope_of(distribution_of(self)),
-            followers.changing(self, mode),
+            derived_variables.changing(self, mode),
         ):
             original(self, *args, **kwargs)
         _note_change(self)
@@ -231,13 +234,13 @@ TABLE = [
     Hook(
         "keras.src.backend.common.variables:Variable",
         "__init__",
-        origin.note_origin,
+        variable_origin.note_origin,
         "a variable knows its role and the distribution it was made under",
     ),
     Hook(
         "keras.src.layers.layer:Layer",
         "__new__",
-        origin.note_layer,
+        variable_origin.note_layer,
         "a layer that is not built yet knows the distribution it is made under",
     ),
     Hook(
@@ -307,19 +310,19 @@ TABLE = [
     Hook(
         "keras.src.saving.saving_lib",
         "load_weights_only",
-        checkpoint.check_before_loading,
+        weight_files.check_before_loading,
         "a file that does not fit leaves the model unchanged",
     ),
     Hook(
         "keras.src.saving.saving_lib",
         "get_attr_skipset",
-        checkpoint.outside_of_the_pass,
+        weight_files.outside_of_the_pass,
         "checking a file makes no variable in a stateless scope",
     ),
     Hook(
         "keras.src.saving.saving_lib",
         "load_model",
-        checkpoint.name_file,
+        weight_files.name_file,
         "an unreadable file is named in the error",
     ),
     Hook(
@@ -337,13 +340,13 @@ TABLE = [
     Hook(
         "keras.src.optimizers.base_optimizer:BaseOptimizer",
         "add_variable_from_reference",
-        slots.lay_out_slots,
+        optimizer_slots.lay_out_slots,
         "slots are split over the batch axis too where that is asked for",
     ),
     Hook(
         "keras.src.optimizers.adafactor:Adafactor",
         "build",
-        slots.lay_out_factors,
+        optimizer_slots.lay_out_factors,
         "factored slots are split as their variable is",
     ),
     Hook(

@@ -9,8 +9,8 @@ from keras.src.distribution.distribution_lib import distribution
 from keras.src.models.model import Model
 
 from keras_tp import backend
-from keras_tp.distribution import origin
-from keras_tp.distribution.origin import scope_of
+from keras_tp.distribution import variable_origin
+from keras_tp.distribution.variable_origin import scope_of
 
 
 class _Checking(threading.local):
@@ -40,7 +40,7 @@ def distribution_of(layer):
     """
     made_under = {}
     for variable in layer.weights:
-        value = origin.origin_of(variable).distribution
+        value = variable_origin.origin_of(variable).distribution
         made_under.setdefault(id(value), (value, variable.path))
     if len(made_under) > 1 and isinstance(layer, Model):
         parts = "; ".join(
@@ -54,7 +54,7 @@ def distribution_of(layer):
             "model, distribution)` to move the whole model to one."
         )
     if not made_under:
-        return origin.made_under(layer)
+        return variable_origin.made_under(layer)
     return next(iter(made_under.values()))[0]
 
 
@@ -148,7 +148,7 @@ def adopt_state(model):
         return
     for variable, role in state_of(model):
         if variable._layout is None and variable._value is not None:
-            variable._origin = origin.Origin(role, None, current)
+            variable._origin = variable_origin.Origin(role, None, current)
             backend.distribution_lib.relayout_variable(
                 variable, current.get_variable_layout(variable)
             )
@@ -159,15 +159,15 @@ def state_of(model):
     weights = {id(variable) for variable in model.weights}
     for variable in model.variables:
         if id(variable) not in weights:
-            yield variable, origin.SEED
+            yield variable, variable_origin.SEED
     # KerasHub's sampler draws the tokens that `generate` returns.
     for variable in getattr(getattr(model, "sampler", None), "variables", ()):
-        yield variable, origin.SEED
+        yield variable, variable_origin.SEED
     for variable in model.metrics_variables:
-        yield variable, origin.METRIC
+        yield variable, variable_origin.METRIC
     if getattr(model, "optimizer", None) is not None:
         for variable in model.optimizer.variables:
-            yield variable, origin.SLOT
+            yield variable, variable_origin.SLOT
 
 
 def plan_model_with(variable):
@@ -194,7 +194,7 @@ def plan_model_with(variable):
 def _complete_models_with(variable):
     return [
         model
-        for model in origin.live_models()
+        for model in variable_origin.live_models()
         if _is_made(model)
         and any(v is variable for v in model.weights)
         and is_complete(model)

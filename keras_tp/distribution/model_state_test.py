@@ -120,7 +120,7 @@ def test_a_model_that_was_moved_builds_its_parts_where_it_is():
     other = dist.DataParallel()
     dist.distribute_model(model, other)
     late = model.down
-    assert keras_tp.distribution.origin.made_under(late) is other
+    assert keras_tp.distribution.variable_origin.made_under(late) is other
 
 
 def test_planning_a_model_that_is_not_built_leaves_it_usable():

@@ -7,7 +7,7 @@ from keras.src.distribution.distribution_lib import distribution as current
 
 from keras_tp import backend
 from keras_tp.distribution import model_state
-from keras_tp.distribution import origin
+from keras_tp.distribution import variable_origin
 from keras_tp.distribution.layout_map import format_bytes
 from keras_tp.distribution.layout_map import variable_bytes
 
@@ -151,7 +151,9 @@ def describe(model):
     lib = backend.distribution_lib
     distribution = model_state.distribution_of(model)
     _meet(distribution, "`describe`")
-    variables = [(variable, origin.WEIGHT) for variable in model.weights]
+    variables = [
+        (variable, variable_origin.WEIGHT) for variable in model.weights
+    ]
     variables += model_state.state_of(model)
     layers = {
         id(variable): layer
@@ -231,13 +233,15 @@ def _why_gathered(variable, layers):
 def _why_replicated(variable, role, axes, distribution):
     if axes is None:
         return "no distribution"
-    if role != origin.WEIGHT:
+    if role != variable_origin.WEIGHT:
         return {
-            origin.SLOT: "its variable is replicated, or it is a counter",
-            origin.METRIC: "metrics are replicated",
-            origin.SEED: "random state is replicated",
+            variable_origin.SLOT: (
+                "its variable is replicated, or it is a counter"
+            ),
+            variable_origin.METRIC: "metrics are replicated",
+            variable_origin.SEED: "random state is replicated",
         }[role]
-    follows = origin.origin_of(variable).follows
+    follows = variable_origin.origin_of(variable).follows
     if follows is not None:
         return follows
     if hasattr(distribution, "why_replicated"):
@@ -248,7 +252,7 @@ def _why_replicated(variable, role, axes, distribution):
     if not variable.shape:
         return "a scalar"
     pattern = getattr(layout_map, "pattern_for", lambda *_: None)(
-        variable.path, origin.origin_of(variable).root
+        variable.path, variable_origin.origin_of(variable).root
     )
     if pattern is None:
         return "no pattern matches"

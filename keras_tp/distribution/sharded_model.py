@@ -9,8 +9,8 @@ from keras_tp import backend
 from keras_tp.distribution import arguments
 from keras_tp.distribution import distribution_lib
 from keras_tp.distribution import model_state
-from keras_tp.distribution import origin
-from keras_tp.distribution import slots
+from keras_tp.distribution import optimizer_slots
+from keras_tp.distribution import variable_origin
 
 
 def distribute_model(model, distribution=None):
@@ -61,25 +61,27 @@ def distribute_model(model, distribution=None):
     if hasattr(distribution, "plan_model"):
         distribution.plan_model(model)
     _move(planned_layouts(model, distribution))
-    origin.note_made_under(model, distribution)
+    variable_origin.note_made_under(model, distribution)
     for layer in model._flatten_layers():
         model_state.forget_functions(layer)
     if isinstance(model, Model):
-        with origin.scope_of(distribution):
+        with variable_origin.scope_of(distribution):
             model_state.check_model(model)
     return model
 
 
 def planned_layouts(model, distribution):
     """Returns `(variable, origin, layout)` for all state; moves nothing."""
-    roles = [(variable, origin.WEIGHT) for variable in model.weights]
+    roles = [(variable, variable_origin.WEIGHT) for variable in model.weights]
     roles += model_state.state_of(model)
     new_layouts = {}
     planned = []
     for variable, role in roles:
         if id(variable) in new_layouts:
             continue
-        made = origin.Origin(role, _root(variable, model), distribution)
+        made = variable_origin.Origin(
+            role, _root(variable, model), distribution
+        )
         layout = _layout_as_new(variable, made, distribution)
         new_layouts[id(variable)] = layout
         planned.append((variable, made, layout))
@@ -88,10 +90,10 @@ def planned_layouts(model, distribution):
         return planned
     # A slot goes where its variable goes.
     slot_layouts = {
-        id(slot): slots.slot_layout(
+        id(slot): optimizer_slots.slot_layout(
             new_layouts[id(variable)], tuple(slot.shape), dims, distribution
         )
-        for slot, variable, dims in slots.slots_of(optimizer)
+        for slot, variable, dims in optimizer_slots.slots_of(optimizer)
     }
     return [
         (variable, made, slot_layouts.get(id(variable), layout))
@@ -100,14 +102,14 @@ def planned_layouts(model, distribution):
 
 
 def _root(variable, model):
-    noted = origin.origin_of(variable).root
+    noted = variable_origin.origin_of(variable).root
     first = variable.path.split("/")[0]
     return noted or (model.name if first == model.name else None)
 
 
 def _layout_as_new(variable, made, distribution):
     """Returns the layout that a distribution gives to a variable anew."""
-    noted, layout = origin.origin_of(variable), variable._layout
+    noted, layout = variable_origin.origin_of(variable), variable._layout
     variable._origin, variable._layout = made, None
     try:
         return distribution.get_variable_layout(variable)
@@ -124,7 +126,7 @@ def _move(planned):
 
     with contextlib.ExitStack() as undo:
         for variable, made, layout in planned:
-            before = origin.origin_of(variable), variable._layout
+            before = variable_origin.origin_of(variable), variable._layout
             lib.relayout_variable(variable, layout)
             undo.callback(put_back, variable, *before)
             _note_origin(variable, made)
@@ -133,5 +135,5 @@ def _move(planned):
 
 def _note_origin(variable, made):
     variable._origin = made
-    if made.role == origin.WEIGHT:
-        slots.note_slot_layout(variable)
+    if made.role == variable_origin.WEIGHT:
+        optimizer_slots.note_slot_layout(variable)

@@ -13,7 +13,7 @@ import warnings
 
 from keras.src import optimizers
 
-from keras_tp.backend import saving
+from keras_tp.backend.saving import one_writer
 
 _SEED = "seed_generator_state"
 _WEIGHTS = ("trainable_variables", "non_trainable_variables")
@@ -39,7 +39,7 @@ def match_paths(original):
 
     @functools.wraps(original)
     def set_state_tree(self, state_tree):
-        if not saving.has_a_layout(self):
+        if not one_writer.has_a_layout(self):
             return original(self, state_tree)
         found = {}
         for kind, tree in state_tree.items():

@@ -5,10 +5,10 @@ import weakref
 
 from keras_tp import backend
 from keras_tp.distribution import arguments
+from keras_tp.distribution import derived_variables
 from keras_tp.distribution import distribution_lib
-from keras_tp.distribution import followers
-from keras_tp.distribution import origin
-from keras_tp.distribution import slots
+from keras_tp.distribution import optimizer_slots
+from keras_tp.distribution import variable_origin
 from keras_tp.distribution.device_mesh import warn_if_unsplit
 from keras_tp.distribution.distribution_lib import Distribution
 from keras_tp.distribution.distribution_lib import ModelParallel
@@ -16,9 +16,9 @@ from keras_tp.distribution.layout_map import LARGE_VARIABLE_BYTES
 from keras_tp.distribution.layout_map import LayoutMap
 from keras_tp.distribution.layout_map import format_bytes
 from keras_tp.distribution.layout_map import variable_bytes
-from keras_tp.distribution.planning import inputs
+from keras_tp.distribution.planning import model_inputs
 from keras_tp.distribution.planning import planner
-from keras_tp.distribution.planning.inputs import NoPlanError
+from keras_tp.distribution.planning.model_inputs import NoPlanError
 from keras_tp.distribution.planning.plan import ShardingPlan
 from keras_tp.distribution.tensor_layout import TensorLayout
 
@@ -126,12 +126,12 @@ class TensorParallel(ModelParallel):
             if axes is None:
                 return super().get_variable_layout(variable)
             return TensorLayout(axes, self.device_mesh)
-        if origin.origin_of(variable).role != origin.WEIGHT:
+        if variable_origin.origin_of(variable).role != variable_origin.WEIGHT:
             return self._replicated(shape)
         axes = self._axes_of(variable)
         if axes is None:
             # What is added before a plan is made is in the plan.
-            layout = self.plan and followers.layout_for(variable)
+            layout = self.plan and derived_variables.layout_for(variable)
             if layout is not None:
                 self._note(variable, layout.axes)
                 return layout
@@ -143,7 +143,10 @@ class TensorParallel(ModelParallel):
         """Raises `ValueError` if the plan is of a model of other sizes."""
         shape = tuple(variable.shape)
         row = self._row(variable)
-        if origin.origin_of(variable).role != origin.WEIGHT or row is None:
+        if (
+            variable_origin.origin_of(variable).role != variable_origin.WEIGHT
+            or row is None
+        ):
             return
         # Quantization packs a kernel into another shape.
         if row.shape != shape and "int8" not in (row.dtype, variable._dtype):
@@ -205,7 +208,7 @@ class TensorParallel(ModelParallel):
             self._note(variable, axes)
 
     def can_check(self, model):
-        return self._is_given or inputs.are_known(model)
+        return self._is_given or model_inputs.are_known(model)
 
     def check_model(self, model):
         """Plans a model that was not planned yet, and moves its variables."""
@@ -243,7 +246,7 @@ class TensorParallel(ModelParallel):
     def _row(self, variable):
         if self.plan is None:
             return None
-        root = origin.origin_of(variable).root
+        root = variable_origin.origin_of(variable).root
         for path in (variable.path, variable.path.removeprefix(f"{root}/")):
             if path in self.plan:
                 return self.plan[path]
@@ -258,7 +261,7 @@ class TensorParallel(ModelParallel):
         for variable in model.weights:
             row = self._row(variable)
             size = variable_bytes(variable)
-            if origin.origin_of(variable).follows is not None:
+            if variable_origin.origin_of(variable).follows is not None:
                 # LoRA or quantization added it, maybe after the plan.
                 continue
             if row is None:
@@ -340,4 +343,4 @@ def _move_to_plan(model, distribution):
         variable._origin = made
         if before is None or tuple(before.axes) != tuple(layout.axes):
             lib.relayout_variable(variable, layout)
-            slots.note_slot_layout(variable)
+            optimizer_slots.note_slot_layout(variable)

@@ -7,7 +7,7 @@ import numpy as np
 from keras import tree
 
 from keras_tp import backend
-from keras_tp.distribution import twin
+from keras_tp.distribution import reference_run
 from keras_tp.distribution.arguments import check_distribution
 from keras_tp.distribution.planning.trace import no_trace_left
 
@@ -185,7 +185,7 @@ def verify(
         RuntimeError: if the child process fails.
     """
     check_distribution(distribution)
-    twin.check_picklable(build_fn)
+    reference_run.check_picklable(build_fn)
     x, y = tree.map_structure(np.asarray, (x, y))
     if steps < 1:
         raise ValueError(f"`steps` must be 1 or more. Received: steps={steps}")
@@ -195,19 +195,21 @@ def verify(
     arguments = (build_fn, x, y, steps, batch_size, seed)
     reference = _train_twin(*arguments)
     with no_trace_left(), distribution.scope():
-        run = twin.train(*arguments)
+        run = reference_run.train(*arguments)
     return compare(reference, run, rtol)
 
 
 def _train_twin(*arguments):
     """Trains the twin in a child of the first process. A collective."""
     lib = backend.distribution_lib
-    child = twin.Child(*arguments) if lib.process_id() == 0 else None
+    child = reference_run.Child(*arguments) if lib.process_id() == 0 else None
     # However long it takes, the others are not kept waiting in a collective.
     while not lib.from_first_process(child and child.has_ended(1.0)):
         pass
-    result = twin.sent(lib.from_first_process(child and child.result()))
-    if not isinstance(result, twin.Run):
+    result = reference_run.sent(
+        lib.from_first_process(child and child.result())
+    )
+    if not isinstance(result, reference_run.Run):
         raise RuntimeError(
             "The child process that trains the model on one device ended with "
             f"exit code {result}; its error is printed above. If it ran your "

@@ -10,9 +10,9 @@ from jax.experimental import sparse
 from keras.src import tree
 from keras.src.distribution.distribution_lib import distribution
 
-from keras_tp.backend import feeding
+from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import processes
-from keras_tp.backend.jax import values
+from keras_tp.backend.processes import data_shards
 
 
 def fitting_sharding(shape, layout):
@@ -62,9 +62,9 @@ def replicate_sparse(array, layout):
     def replicate(part):
         if sharding.is_fully_addressable:
             return jax.device_put(part, sharding)
-        if values.is_spread(part):
+        if arrays.is_spread(part):
             return part
-        return values.from_whole(part, sharding)
+        return arrays.from_whole(part, sharding)
 
     return jax.tree_util.tree_map(replicate, array)
 
@@ -85,7 +85,7 @@ def parts_of(current):
         dim = mesh.axis_names.index(current.batch_dim_name)
         owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
         along = np.indices(owners.shape)[dim]
-        return feeding.find_parts(
+        return data_shards.find_parts(
             [along[owners == i] for i in range(processes.world_size())],
             owners.shape[dim],
         )
@@ -104,7 +104,7 @@ def place(batch, current, is_part=False):
     parts = parts_of(current) if is_part else None
 
     def place_one(array):
-        if array is None or values.is_spread(array):
+        if array is None or arrays.is_spread(array):
             return array
         if is_sparse(array):
             layout = current.get_data_layout(array.shape)
@@ -120,7 +120,7 @@ def place(batch, current, is_part=False):
             return jax.make_array_from_process_local_data(
                 sharding, array, shape
             )
-        return values.from_whole(array, sharding)
+        return arrays.from_whole(array, sharding)
 
     return tree.map_structure(place_one, batch)
 
@@ -132,11 +132,11 @@ def place_given(batch, current):
     """
     parts = parts_of(current)
     if parts is None or all(
-        array is None or values.is_spread(array)
+        array is None or arrays.is_spread(array)
         for array in tree.flatten(batch)
     ):
         return place(batch, current)
-    batch, is_part = feeding.fit_together(
+    batch, is_part = data_shards.fit_together(
         batch, processes.gather, parts, _gather_rows
     )
     return place(batch, current, is_part)
@@ -177,7 +177,7 @@ def hook_epoch_iterator(original):
         original(self, *args, **kwargs)
         if current is None:
             return
-        self.data_adapter = feeding.AgreedLength(
+        self.data_adapter = data_shards.AgreedLength(
             self.data_adapter, processes.gather, parts_of(current) is not None
         )
         self._num_batches = self.data_adapter.num_batches
@@ -190,7 +190,7 @@ def hook_distributed_iterator(original):
 
     @functools.wraps(original)
     def _get_distributed_iterator(self, current):
-        for batch, is_part in feeding.in_step(
+        for batch, is_part in data_shards.in_step(
             self.data_adapter.get_jax_iterator(),
             processes.gather,
             parts_of(current),

@@ -15,13 +15,13 @@ from keras.src.backend import config
 from keras.src.backend.jax import distribution_lib as keras_lib
 from keras.src.distribution.distribution_lib import distribution
 
-from keras_tp.backend import commands
-from keras_tp.backend import supervision
+from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import batches
-from keras_tp.backend.jax import collectives
+from keras_tp.backend.jax import collective_counter
 from keras_tp.backend.jax import hooks
 from keras_tp.backend.jax import processes
-from keras_tp.backend.jax import values
+from keras_tp.backend.processes import commands
+from keras_tp.backend.processes import supervisor
 
 # XLA gives up on a CPU collective whose participants do not arrive in time;
 # with more virtual devices than cores they arrive late.
@@ -189,7 +189,7 @@ def relayout_variable(variable, layout):
         # By way of the host: a plain array must not be tied to a device.
         moved = jax.numpy.asarray(np.asarray(value))
     else:
-        moved = values.place(value, layout.backend_layout)
+        moved = arrays.place(value, layout.backend_layout)
     moved.block_until_ready()
     variable._layout = layout
     variable._value = moved
@@ -205,7 +205,7 @@ def variable_bytes_by_device(variable):
     for shard in variable._value.addressable_shards:
         name = f"{shard.device.platform}:{shard.device.id}"
         held[name] = held.get(name, 0) + shard.data.nbytes
-    if values.is_spread(variable._value):
+    if arrays.is_spread(variable._value):
         for others in processes.gather(held, "the bytes of a variable"):
             held.update(others)
     return dict(sorted(held.items()))
@@ -250,7 +250,9 @@ def count_collectives(model, x, y=None):
     Returns:
         Dict of the collective's name to `(count, bytes)`.
     """
-    return collectives.count(collectives.compile_step(model, x, y).as_text())
+    return collective_counter.count(
+        collective_counter.compile_step(model, x, y).as_text()
+    )
 
 
 def launch(plan, argv):
@@ -263,7 +265,7 @@ def launch(plan, argv):
     """
     plan = plan.with_processes()
     if plan.processes > 1 or plan.dry_run:
-        supervision.launch(
+        supervisor.launch(
             plan, argv, functools.partial(_process_variables, plan)
         )
         return

@@ -7,15 +7,15 @@ import numpy as np
 from keras.src.backend.jax import core
 from keras.src.distribution.distribution_lib import distribution
 
-from keras_tp.backend import callbacks
-from keras_tp.backend import feeding
-from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
+from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import batches
 from keras_tp.backend.jax import pooling
 from keras_tp.backend.jax import processes
 from keras_tp.backend.jax import programs
-from keras_tp.backend.jax import values
+from keras_tp.backend.processes import callbacks
+from keras_tp.backend.processes import data_shards
+from keras_tp.backend.saving import one_writer
 
 
 def _hook_distribute_data_input(original):
@@ -89,7 +89,7 @@ OF_SEVERAL_PROCESSES = [
     Hook(
         "jax._src.array:ArrayImpl",
         "_value",
-        values.hook_value,
+        arrays.hook_value,
         "numpy sees the whole tensor, or an error that names who is missing",
     ),
     Hook(
@@ -129,7 +129,7 @@ OF_SEVERAL_PROCESSES = [
         "one process prints progress",
     ),
     *callbacks.table(processes),
-    *feeding.table(processes),
+    *data_shards.table(processes),
 ]
 
 TABLE = [
@@ -157,7 +157,7 @@ TABLE = [
     Hook(
         "keras.src.backend.jax.distribution_lib",
         "distribute_tensor",
-        values.hook_distribute_tensor,
+        arrays.hook_distribute_tensor,
         "a value that is in each process, or on one device, joins the mesh",
     ),
     Hook(
@@ -180,6 +180,6 @@ TABLE = [
     ),
     *callbacks.progress_table(),
     *callbacks.files_table(processes),
-    *saving.table(processes, values.is_distributed),
+    *one_writer.table(processes, arrays.is_distributed),
     *map(_of_several, OF_SEVERAL_PROCESSES),
 ]

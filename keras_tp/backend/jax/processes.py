@@ -14,15 +14,15 @@ import jax
 from jax._src import clusters
 from jax._src import distributed
 
-from keras_tp.backend import agreement
-from keras_tp.backend import ending
-from keras_tp.backend import progress
-from keras_tp.backend import rendezvous
-from keras_tp.backend import waiting
-from keras_tp.backend import watch
-from keras_tp.backend.store import Store
+from keras_tp.backend.processes import consistency
+from keras_tp.backend.processes import error_propagation
+from keras_tp.backend.processes import heartbeats
+from keras_tp.backend.processes import progress
+from keras_tp.backend.processes import rendezvous
+from keras_tp.backend.processes import timeouts
+from keras_tp.backend.processes.key_value_store import Store
 
-TIMEOUT_S = waiting.timeout()
+TIMEOUT_S = timeouts.timeout()
 # How long a process may be silent before JAX ends the others, without a word
 # about what they did: `watch` comes first.
 _HEARTBEAT_S = math.ceil(TIMEOUT_S + 3 * progress.GRACE_S)
@@ -109,9 +109,11 @@ def start(job_addresses=None, num_processes=None, process_id=None):
         initialization_timeout=max(5, math.ceil(left)),
         heartbeat_timeout_seconds=_HEARTBEAT_S,
     )
-    ending.together(_open(), _put, _get)
+    error_propagation.together(_open(), _put, _get)
     host = address.rpartition(":")[0].strip("[]")
-    watch.start(host, own, count, _put, _get, TIMEOUT_S, ending.end_now)
+    heartbeats.start(
+        host, own, count, _put, _get, TIMEOUT_S, error_propagation.end_now
+    )
 
 
 def store():
@@ -156,13 +158,15 @@ def from_first(value):
 def same_model(model):
     """Raises on every process unless all hold the same model. A collective."""
     if world_size() > 1:
-        agreement.same_model(lambda v: gather(v, "the start of a model"), model)
+        consistency.same_model(
+            lambda v: gather(v, "the start of a model"), model
+        )
 
 
 def same_array(array):
     """Raises on every process unless all hold the same. A collective."""
     if world_size() > 1:
-        agreement.same_array(
+        consistency.same_array(
             lambda v: gather(v, "the value of a tensor"), array
         )
 
@@ -185,7 +189,7 @@ def agree_on_seed():
     A collective.
     """
     if world_size() > 1:
-        agreement.one_seed(
+        consistency.one_seed(
             lambda v: gather(v, "the choice of a seed"), is_first()
         )
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.distribution.distribution_lib import distribution
 
-from keras_tp.backend import feeding
+from keras_tp.backend.processes import data_shards
 from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
@@ -33,7 +33,7 @@ def parts_of(current):
     # Devices are listed process by process, as many of each.
     along = np.indices(mesh.shape)[dim].flatten()
     count = processes.world_size()
-    return feeding.find_parts(
+    return data_shards.find_parts(
         np.split(along, count) if along.size > 1 else [along] * count,
         mesh.shape[dim],
     )
@@ -48,7 +48,7 @@ def place(batch, current):
     is_part = False
     leaves = [leaf for leaf in tree.flatten(batch) if leaf is not None]
     if parts is not None and not all(map(placement.is_dtensor, leaves)):
-        batch, is_part = feeding.fit_together(
+        batch, is_part = data_shards.fit_together(
             tree.map_structure(_on_host, batch),
             processes.gather,
             parts,
@@ -90,7 +90,7 @@ class InStep:
         batches = (
             tree.map_structure(_on_host, batch) for batch in self._dataset
         )
-        for batch, is_part in feeding.in_step(
+        for batch, is_part in data_shards.in_step(
             batches, processes.gather, parts, _gather_rows
         ):
             yield _placed(batch, self._current, parts if is_part else None)
@@ -105,7 +105,7 @@ def hook_epoch_iterator(original):
         original(self, *args, **kwargs)
         if current is None or processes.world_size() == 1:
             return
-        self.data_adapter = feeding.AgreedLength(
+        self.data_adapter = data_shards.AgreedLength(
             self.data_adapter, processes.gather, parts_of(current) is not None
         )
         self._num_batches = self.data_adapter.num_batches
@@ -117,7 +117,7 @@ def hook_epoch_iterator(original):
 def _on_host(leaf):
     if leaf is None or isinstance(leaf, tf.experimental.Optional):
         return None
-    return leaf if feeding.is_sparse(leaf) else np.asarray(leaf)
+    return leaf if data_shards.is_sparse(leaf) else np.asarray(leaf)
 
 
 def _gather_rows(array, longest):

@@ -11,18 +11,18 @@ from keras.src.backend.tensorflow import distribution_lib as keras_lib
 from keras.src.distribution.distribution_lib import distribution
 from tensorflow.experimental import dtensor
 
-from keras_tp.backend import commands
-from keras_tp.backend import supervision
+from keras_tp.backend.processes import commands
+from keras_tp.backend.processes import supervisor
 from keras_tp.backend.tensorflow import batches
 from keras_tp.backend.tensorflow import boundary
-from keras_tp.backend.tensorflow import collectives
+from keras_tp.backend.tensorflow import collective_counter
 from keras_tp.backend.tensorflow import devices
 from keras_tp.backend.tensorflow import hooks
-from keras_tp.backend.tensorflow import images
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
 from keras_tp.backend.tensorflow import selfcheck
 from keras_tp.backend.tensorflow import variables
+from keras_tp.backend.tensorflow.ops import conv
 
 # Both are read once, when TensorFlow first runs something.
 selfcheck.disable_what_corrupts()
@@ -227,7 +227,7 @@ def why_gathered(variable, layer):
     Returns:
         String, empty if each device computes with its part of the variable.
     """
-    return images.why_gathered(variable, layer)
+    return conv.why_gathered(variable, layer)
 
 
 def count_collectives(model, x, y=None):
@@ -241,7 +241,7 @@ def count_collectives(model, x, y=None):
     Returns:
         Dict of the collective's name to `(count, bytes)`.
     """
-    return collectives.count_step(model, x, y)
+    return collective_counter.count_step(model, x, y)
 
 
 def launch(plan, argv):
@@ -254,7 +254,7 @@ def launch(plan, argv):
     """
     plan = plan.with_processes()
     if plan.processes > 1 or plan.dry_run:
-        supervision.launch(plan, argv, _process_variables)
+        supervisor.launch(plan, argv, _process_variables)
         return
     os.environ.update(_process_variables(plan.devices, 0))
     devices.make_virtual()

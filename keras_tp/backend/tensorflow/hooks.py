@@ -2,18 +2,18 @@
 
 import functools
 
-from keras_tp.backend import callbacks
-from keras_tp.backend import feeding
-from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
+from keras_tp.backend.processes import callbacks
+from keras_tp.backend.processes import data_shards
+from keras_tp.backend.saving import one_writer
 from keras_tp.backend.tensorflow import batches
 from keras_tp.backend.tensorflow import functions
-from keras_tp.backend.tensorflow import generation
-from keras_tp.backend.tensorflow import ops
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
 from keras_tp.backend.tensorflow import training
 from keras_tp.backend.tensorflow import variables
+from keras_tp.backend.tensorflow.ops import generation
+from keras_tp.backend.tensorflow.ops import table
 
 _LIB = "keras.src.backend.tensorflow.distribution_lib"
 _VARIABLE = "keras.src.backend.tensorflow.core:Variable"
@@ -67,8 +67,8 @@ TABLE = [
     ),
     *callbacks.progress_table(),
     *callbacks.files_table(processes),
-    *feeding.table(processes),
-    *saving.table(processes, _is_distributed),
+    *data_shards.table(processes),
+    *one_writer.table(processes, _is_distributed),
     *(
         Hook(
             _LIB,
@@ -208,5 +208,5 @@ TABLE = [
         variables.hook_export,
         "a SavedModel is that of one device",
     ),
-    *ops.TABLE,
+    *table.TABLE,
 ]

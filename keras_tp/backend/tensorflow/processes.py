@@ -12,15 +12,15 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 from tensorflow.python.eager import context
 
-from keras_tp.backend import agreement
-from keras_tp.backend import ending
-from keras_tp.backend import rendezvous
-from keras_tp.backend import waiting
-from keras_tp.backend import watch
-from keras_tp.backend.store import Store
+from keras_tp.backend.processes import consistency
+from keras_tp.backend.processes import error_propagation
+from keras_tp.backend.processes import heartbeats
+from keras_tp.backend.processes import rendezvous
+from keras_tp.backend.processes import timeouts
+from keras_tp.backend.processes.key_value_store import Store
 from keras_tp.backend.tensorflow import devices
 
-TIMEOUT_S = waiting.timeout()
+TIMEOUT_S = timeouts.timeout()
 
 _store = []
 
@@ -95,7 +95,7 @@ def start(job_addresses=None, num_processes=None, process_id=None):
     rendezvous.meet(jobs[0], len(jobs), index(), TIMEOUT_S)
     devices.make_virtual()
     dtensor.initialize_accelerator_system(kind())
-    ending.keep_signals()
+    error_propagation.keep_signals()
     client = context.context()
     _store.append(
         Store(
@@ -107,10 +107,18 @@ def start(job_addresses=None, num_processes=None, process_id=None):
             patience=TIMEOUT_S,
         )
     )
-    ending.together(_store[0], _put, _get, tf.errors.OpError)
+    error_propagation.together(_store[0], _put, _get, tf.errors.OpError)
     host = jobs[0].rpartition(":")[0].strip("[]")
-    watch.start(
-        *(host, index(), world_size(), _put, _get, TIMEOUT_S, ending.end_now)
+    heartbeats.start(
+        *(
+            host,
+            index(),
+            world_size(),
+            _put,
+            _get,
+            TIMEOUT_S,
+            error_propagation.end_now,
+        )
     )
 
 
@@ -140,13 +148,15 @@ def from_first(value):
 def same_model(model):
     """Raises on every process unless all hold the same model. A collective."""
     if world_size() > 1:
-        agreement.same_model(lambda v: gather(v, "the start of a model"), model)
+        consistency.same_model(
+            lambda v: gather(v, "the start of a model"), model
+        )
 
 
 def same_array(array):
     """Raises on every process unless all hold the same. A collective."""
     if world_size() > 1:
-        agreement.same_array(
+        consistency.same_array(
             lambda v: gather(v, "the value of a tensor"), array
         )
 
@@ -169,7 +179,7 @@ def agree_on_seed():
     A collective.
     """
     if world_size() > 1:
-        agreement.one_seed(
+        consistency.one_seed(
             lambda v: gather(v, "the choice of a seed"), is_first()
         )
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard
 
-from keras_tp.backend import progress
+from keras_tp.backend.processes import progress
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
 

@@ -11,12 +11,12 @@ import torch
 from keras.src.distribution.distribution_lib import distribution
 
 from keras_tp.backend.torch import batches
-from keras_tp.backend.torch import collectives
+from keras_tp.backend.torch import collective_counter
 from keras_tp.backend.torch import hooks
 from keras_tp.backend.torch import launcher
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
-from keras_tp.backend.torch import values
+from keras_tp.backend.torch import variables
 
 
 def list_devices(device_type=None):
@@ -186,9 +186,9 @@ def relayout_variable(variable, layout):
         undo.callback(setattr, variable, "_layout", variable._layout)
         variable._layout = layout
         if layout is None:
-            values.set_value(variable, placement.to_full(old.detach()))
+            variables.set_value(variable, placement.to_full(old.detach()))
         else:
-            values.lay_out(variable, old)
+            variables.lay_out(variable, old)
         undo.pop_all()
     # A layer of torch may hold the old parameter until it looks again: what
     # it held is freed now, its gradient too, or moving a model would double its
@@ -258,7 +258,7 @@ def count_collectives(model, x, y=None):
     Returns:
         Dict of the collective's name to `(count, bytes)`.
     """
-    return collectives.count_step(model, x, y)
+    return collective_counter.count_step(model, x, y)
 
 
 def launch(plan, argv):

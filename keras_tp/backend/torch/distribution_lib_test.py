@@ -10,9 +10,9 @@ import torch
 import keras_tp
 from keras_tp import distribution
 from keras_tp.backend.torch import distribution_lib
-from keras_tp.backend.torch import ops
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
+from keras_tp.backend.torch.ops import table
 
 
 @pytest.fixture(autouse=True)
@@ -68,16 +68,16 @@ def test_one_device_is_plain_torch():
 
 
 def test_installing_is_undone():
-    table = distribution_lib.hook_table()
-    before = [getattr(hook.resolve(), hook.attribute) for hook in table]
+    hooks = distribution_lib.hook_table()
+    before = [getattr(hook.resolve(), hook.attribute) for hook in hooks]
     keras_tp.install()
-    for hook, original in zip(table, before):
+    for hook, original in zip(hooks, before):
         assert getattr(hook.resolve(), hook.attribute) is not original, hook
     keras_tp.uninstall()
-    for hook, original in zip(table, before):
+    for hook, original in zip(hooks, before):
         now = getattr(hook.resolve(), hook.attribute)
         assert now is original or now == original, hook
-    assert not ops.dtensor_state.implicit_replication
+    assert not table.dtensor_state.implicit_replication
 
 
 def test_every_hook_says_why_and_appears_once():
@@ -87,8 +87,8 @@ def test_every_hook_says_why_and_appears_once():
 
 
 def test_operations_of_the_handlers_exist():
-    for name in ops.handler_table():
-        assert str(ops._operation(name)) == name
+    for name in table.handler_table():
+        assert str(table._operation(name)) == name
 
 
 def test_agreeing_alone_changes_nothing():

@@ -10,26 +10,26 @@ from keras.src.backend.torch import core
 from keras.src.distribution.distribution_lib import distribution
 from torch.distributed.tensor import DTensor
 
-from keras_tp.backend import callbacks
-from keras_tp.backend import feeding
-from keras_tp.backend import saving
 from keras_tp.backend.hooks import Hook
+from keras_tp.backend.processes import callbacks
+from keras_tp.backend.processes import data_shards
+from keras_tp.backend.saving import one_writer
 from keras_tp.backend.torch import batches
-from keras_tp.backend.torch import caches
 from keras_tp.backend.torch import compiling
-from keras_tp.backend.torch import contractions
 from keras_tp.backend.torch import initial_values
-from keras_tp.backend.torch import ops
-from keras_tp.backend.torch import ops_nn
 from keras_tp.backend.torch import optimizers
 from keras_tp.backend.torch import parameters
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
 from keras_tp.backend.torch import reading
-from keras_tp.backend.torch import repeats
-from keras_tp.backend.torch import reshaping
-from keras_tp.backend.torch import values
-from keras_tp.backend.torch import writing
+from keras_tp.backend.torch import variables
+from keras_tp.backend.torch.ops import conv_attention
+from keras_tp.backend.torch.ops import index_update
+from keras_tp.backend.torch.ops import kv_cache
+from keras_tp.backend.torch.ops import matmul
+from keras_tp.backend.torch.ops import repeat_heads
+from keras_tp.backend.torch.ops import reshape
+from keras_tp.backend.torch.ops import table
 
 
 def _constant_of(initializer):
@@ -70,7 +70,7 @@ def _hook_initialize(original):
         value = core.convert_to_tensor(value, dtype=self._dtype)
         self._shape = self._validate_shape(value.shape)
         _give_layout(self)
-        values.lay_out(self, value)
+        variables.lay_out(self, value)
 
     return _initialize
 
@@ -82,10 +82,10 @@ def _hook_initialize_with_initializer(original):
     def _initialize_with_initializer(self, initializer):
         placed = _give_layout(self)
         fill = None if placed is None else _constant_of(initializer)
-        if fill is None or values.stays_plain(self, placed):
+        if fill is None or variables.stays_plain(self, placed):
             return original(self, initializer)
         dtype = core.to_torch_dtype(self._dtype)
-        values.set_value(
+        variables.set_value(
             self, placement.filled(self._shape, fill, dtype, placed)
         )
 
@@ -218,7 +218,7 @@ _VARIABLE = "keras.src.backend.torch.core:Variable"
 _TRAINER = "keras.src.backend.torch.trainer:TorchTrainer"
 _EPOCH = "keras.src.backend.torch.trainer:TorchEpochIterator"
 _DTENSOR = "torch.distributed.tensor:DTensor"
-_STATE = "keras_tp.backend.torch.ops:dtensor_state"
+_STATE = "keras_tp.backend.torch.ops.table:dtensor_state"
 
 TABLE = [
     Hook(
@@ -272,7 +272,7 @@ TABLE = [
     Hook(
         _DTENSOR,
         "__setitem__",
-        writing.hook_setitem,
+        index_update.hook_setitem,
         "what is written into a split tensor is not lost",
     ),
     *(
@@ -297,21 +297,21 @@ TABLE = [
             "a split sum is added up once, before a bias or a gate",
         )
         for name, replacement in (
-            ("einsum", contractions.einsum),
-            ("matmul", contractions.matmul),
-            ("tensordot", contractions.settled),
+            ("einsum", matmul.einsum),
+            ("matmul", matmul.matmul),
+            ("tensordot", matmul.settled),
         )
     ),
     Hook(
         "keras.src.backend.torch.core",
         "slice_update",
-        caches.slice_update,
+        kv_cache.slice_update,
         "a cache of keys and values stays split by heads",
     ),
     Hook(
         "keras.src.backend.torch.numpy",
         "repeat",
-        repeats.repeat,
+        repeat_heads.repeat,
         "heads that are fewer than the devices can be repeated",
     ),
     *(
@@ -350,8 +350,8 @@ TABLE = [
     *callbacks.table(processes),
     *callbacks.progress_table(),
     *callbacks.files_table(processes),
-    *feeding.table(processes),
-    *saving.table(processes, _is_distributed),
+    *data_shards.table(processes),
+    *one_writer.table(processes, _is_distributed),
     *(
         Hook(
             "keras.src.backend.torch.random",
@@ -365,7 +365,7 @@ TABLE = [
         Hook(
             "keras.src.backend.torch.core",
             name,
-            ops.whole,
+            table.whole,
             "split values can be written into a plain tensor, as metrics do",
         )
         for name in ("scatter", "scatter_update")
@@ -374,7 +374,7 @@ TABLE = [
         Hook(
             owner,
             "reshape",
-            reshaping.hook_reshape,
+            reshape.hook_reshape,
             "a dim that cannot stay split in its new shape is gathered",
         )
         for owner in ("keras.src.backend.torch.numpy", _DTENSOR)
@@ -383,7 +383,7 @@ TABLE = [
         Hook(
             owner,
             name,
-            ops.whole,
+            table.whole,
             "torch composes it of views, or sorts, that DTensor cannot split",
         )
         for owner, name in (
@@ -400,13 +400,13 @@ TABLE = [
     Hook(
         "torch.distributed.tensor._ops._math_ops",
         "_infer_reduction_dims",
-        ops.all_dims,
+        table.all_dims,
         "DTensor takes an empty list of dims for none, torch for all of them",
     ),
     Hook(
         "torch",
         "vmap",
-        ops.whole_vmap,
+        table.whole_vmap,
         "what is mapped is computed whole, as metrics do",
     ),
     Hook(
@@ -419,13 +419,13 @@ TABLE = [
     Hook(
         "torch.nn.functional",
         "embedding",
-        ops_nn.embedding,
+        conv_attention.embedding,
         "the gradient of a split table is split",
     ),
     Hook(
         "keras.src.backend.torch.numpy",
         "take",
-        ops_nn.take,
+        conv_attention.take,
         "the scales of a split table are not gathered",
     ),
     *compiling.TABLE,
@@ -436,7 +436,7 @@ TABLE = [
             lambda original, handler=handler: handler,
             "it is split, or drawn, as one process does",
         )
-        for name, handler in ops.handler_table().items()
+        for name, handler in table.handler_table().items()
     ),
     Hook(
         _STATE,

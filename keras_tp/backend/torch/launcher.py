@@ -13,11 +13,11 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from keras_tp.backend import commands
-from keras_tp.backend import ending
-from keras_tp.backend import failures
 from keras_tp.backend import hooks
 from keras_tp.backend.hooks import Hook
+from keras_tp.backend.processes import commands
+from keras_tp.backend.processes import error_propagation
+from keras_tp.backend.processes import failure_report
 
 # What users set for torchrun to choose what is printed. It is left to them.
 _OUTPUT_VARIABLES = ("PET_LOCAL_RANKS_FILTER", "PET_REDIRECTS", "PET_TEE")
@@ -97,8 +97,10 @@ def launch(plan, argv):
         options.training_script_args = arguments
         # Or torchrun sets it, with a warning.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ[ending.ERROR_FILE] = os.path.join(folder, "$RANK.error")
-        os.environ[ending.PARENT] = str(os.getpid())
+        os.environ[error_propagation.ERROR_FILE] = os.path.join(
+            folder, "$RANK.error"
+        )
+        os.environ[error_propagation.PARENT] = str(os.getpid())
         code = _run(options, plan, folder, range(first, first + per_host))
     if code:
         sys.exit(code)
@@ -160,7 +162,7 @@ def _run(options, plan, folder, indices):
     finally:
         hooks.uninstall()
     found = _without_ended(found, options.shutdown_timeout)
-    code = failures.report(
+    code = failure_report.report(
         _failures(found, folder, indices), plan.devices, plan.all_output
     )
     return 128 + ended_by if ended_by else code or 1
@@ -178,14 +180,16 @@ def _failures(found, folder, indices):
     for index in indices:
         code = found[index].exitcode if index in found else 0
         path = os.path.join(folder, f"{index}.error")
-        told[index] = failures.told(path, index, failures.exit_code(code))
+        told[index] = failure_report.told(
+            path, index, failure_report.exit_code(code)
+        )
     result = [failure for failure in told.values() if failure]
     began = min((failure.at for failure in result), default=None)
     for index, failure in found.items():
         if told[index]:
             continue
         path = os.path.join(folder, f"{index}.error")
-        at = failures.noted_end(path) or failure.timestamp
+        at = failure_report.noted_end(path) or failure.timestamp
         if began is not None and failure.exitcode < 0:
             # It told nobody, and torchrun looks only now and then: the others
             # may have noticed earlier that it was gone.
@@ -194,7 +198,9 @@ def _failures(found, folder, indices):
         output = glob.glob(
             os.path.join(folder, "*", "attempt_*", str(local), "stderr.log")
         )
-        result.append(failures.untold(at, index, failure.exitcode, *output[:1]))
+        result.append(
+            failure_report.untold(at, index, failure.exitcode, *output[:1])
+        )
     return result
 
 

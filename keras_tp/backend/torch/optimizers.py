@@ -7,7 +7,7 @@ import torch
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from torch.distributed.tensor import DTensor
 
-from keras_tp.backend.torch import parts
+from keras_tp.backend.torch import local_tensors
 from keras_tp.backend.torch import placement
 
 
@@ -84,7 +84,7 @@ def _part(gradient, value, placements):
     """Returns this process's part of a gradient."""
     if placements is None:
         return gradient
-    return parts.local_part(gradient, value.device_mesh, placements)
+    return local_tensors.local_part(gradient, value.device_mesh, placements)
 
 
 @contextlib.contextmanager
@@ -97,12 +97,14 @@ def _as_parts(variables, placements):
     try:
         for (variable, value), placed in zip(values, placements):
             if placed is not None:
-                local = parts.local_part(value, value.device_mesh, placed)
+                local = local_tensors.local_part(
+                    value, value.device_mesh, placed
+                )
                 variable._value = local
         yield
         for (variable, value), placed in zip(values, placements):
             if placed is not None and tuple(placed) != tuple(value.placements):
-                updated = parts.wrap_parts(
+                updated = local_tensors.wrap_parts(
                     variable._value, value.device_mesh, placed
                 ).redistribute(placements=value.placements)
                 value._local_tensor.copy_(updated._local_tensor)

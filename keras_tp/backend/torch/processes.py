@@ -27,19 +27,19 @@ from keras.src.backend.common import global_state
 from keras.src.backend.torch import core
 from torch.distributed.device_mesh import DeviceMesh
 
-from keras_tp.backend import agreement
-from keras_tp.backend import ending
-from keras_tp.backend import messages
-from keras_tp.backend import progress
-from keras_tp.backend import rendezvous
-from keras_tp.backend import waiting
-from keras_tp.backend import watch
+from keras_tp.backend.processes import consistency
+from keras_tp.backend.processes import error_propagation
+from keras_tp.backend.processes import heartbeats
+from keras_tp.backend.processes import messages
+from keras_tp.backend.processes import progress
+from keras_tp.backend.processes import rendezvous
+from keras_tp.backend.processes import timeouts
 
 _control = None
 _failed = []
 
 
-TIMEOUT_S = waiting.timeout()
+TIMEOUT_S = timeouts.timeout()
 _SETTLE_S = 1.0
 _BATCH = "the start of a batch"
 
@@ -118,7 +118,7 @@ def start(init_method=None, num_processes=None, process_id=None):
             dist.new_group(
                 backend="gloo", timeout=datetime.timedelta(seconds=seconds)
             )
-            for seconds in (TIMEOUT_S, max(TIMEOUT_S, waiting.LONGEST_S))
+            for seconds in (TIMEOUT_S, max(TIMEOUT_S, timeouts.LONGEST_S))
         )
         _control = (dist.group.WORLD, *groups)
 
@@ -134,16 +134,16 @@ def _start_watch(init_method):
         store.wait([key], datetime.timedelta(seconds=seconds))
         return store.get(key)
 
-    watch.start(
+    heartbeats.start(
         *(host.strip("[]"), index(), world_size(), store.set, get),
-        *(TIMEOUT_S, ending.end_now),
+        *(TIMEOUT_S, error_propagation.end_now),
     )
 
 
 def _note_failure(report, kind, error, trace):
     _failed.append(True)
     report(kind, error, trace)
-    watch.leave(traceback.format_exception_only(kind, error)[0].strip())
+    heartbeats.leave(traceback.format_exception_only(kind, error)[0].strip())
 
 
 def _leave():
@@ -153,7 +153,7 @@ def _leave():
     aborts the process if it has ended meanwhile.
     """
     global _control
-    ending.note_end()
+    error_propagation.note_end()
     if _failed:
         # The others report their errors of the same time before the launcher
         # ends them with this process.
@@ -162,7 +162,7 @@ def _leave():
         sys.stderr.flush()
         # Or else what is under way waits for others, as long as it may.
         os._exit(1)
-    watch.leave()
+    heartbeats.leave()
     if not dist.is_initialized() or hasattr(sys, "last_value"):
         return
     _control = None
@@ -196,7 +196,7 @@ def meet(what):
     if world_size() == 1 or not dist.is_initialized():
         return
     start()
-    seconds = waiting.patience(TIMEOUT_S)
+    seconds = timeouts.patience(TIMEOUT_S)
     _note_place(what)
     began = time.monotonic()
     try:
@@ -214,7 +214,7 @@ def meet(what):
                 f"says: {e}"
             ) from e
         raise RuntimeError(
-            waiting.not_called_by_all(
+            timeouts.not_called_by_all(
                 *(what, index(), world_size(), seconds),
                 f"as torch says, {e}.",
             )
@@ -225,7 +225,7 @@ def meet(what):
 
 def longer():
     """Returns a context in which a slow process is waited for."""
-    return waiting.longer()
+    return timeouts.longer()
 
 
 def same_everywhere(what, value, way_out, groups=None):
@@ -243,7 +243,7 @@ def same_everywhere(what, value, way_out, groups=None):
     """
     if world_size() == 1:
         return [None]
-    return agreement.same_everywhere(
+    return consistency.same_everywhere(
         lambda v: _gather(v, f"the comparison of {what}"),
         *(what, value, way_out, groups),
     )
@@ -252,7 +252,7 @@ def same_everywhere(what, value, way_out, groups=None):
 def same_model(model):
     """Raises on every process unless all hold the same model. A collective."""
     if world_size() > 1:
-        agreement.same_model(
+        consistency.same_model(
             lambda v: _gather(v, "the start of a model"), model
         )
 
@@ -264,7 +264,7 @@ def same_values(variable):
     """
     if world_size() > 1:
         what = f"values of {variable.path!r}"
-        agreement.same_array(
+        consistency.same_array(
             lambda v: _gather(v, f"the {what}"),
             core.convert_to_numpy(variable._value),
             what,
@@ -281,7 +281,7 @@ def agree_on_seed():
     """
     if world_size() == 1:
         return
-    agreement.same_seed(lambda v: _gather(v, "the choice of a seed"))
+    consistency.same_seed(lambda v: _gather(v, "the choice of a seed"))
     generator = global_state.get_global_attribute("global_seed_generator")
     counter = None
     if generator is not None:
@@ -410,7 +410,7 @@ def _meanwhile(what):
     except RuntimeError:
         # The store is gone, and process 0 with it.
         return ""
-    return waiting.meanwhile(
+    return timeouts.meanwhile(
         {
             process: place
             for process, place in places.items()

@@ -96,7 +96,7 @@ class Graph:
         variables: List of `Value`s, one for each weight of the model, used or
             not, in the natural order of their paths. The order of
             `model.weights` differs from run to run.
-        followers: List of what LoRA and quantization add: a `Value`, for
+        derived: List of what LoRA and quantization add: a `Value`, for
             each of its dims that of the kernel or `None`, and the kernel's
             `Value`.
         batch: Int, the size that stands for the batch.
@@ -112,7 +112,7 @@ class Graph:
         self.inputs = []
         self.outputs = []
         self.variables = []
-        self.followers = []
+        self.derived = []
         self.batch = batch
         self.length = length
         self.leaves = {}

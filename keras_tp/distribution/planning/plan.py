@@ -11,7 +11,7 @@ from keras_tp.distribution.layout_map import format_bytes
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning import page
 from keras_tp.distribution.planning import plan_file
-from keras_tp.distribution.planning import rows
+from keras_tp.distribution.planning import plan_rows
 from keras_tp.distribution.tensor_layout import axis_size
 
 
@@ -287,7 +287,7 @@ class ShardingPlan:
             table.add_row(
                 row.path,
                 str(row.shape),
-                rows.layout_text(row),
+                plan_rows.layout_text(row),
                 f"{self.device_bytes(row) / 2**20:.3f}",
                 row.why,
             )
@@ -414,10 +414,10 @@ class ShardingPlan:
             device_mesh=device_mesh,
             axis=data["axis"],
             variables=[
-                rows.variable_from_json(row) for row in data["variables"]
+                plan_rows.variable_from_json(row) for row in data["variables"]
             ],
             reductions=[
-                rows.reduction_from_json(row) for row in data["reductions"]
+                plan_rows.reduction_from_json(row) for row in data["reductions"]
             ],
             activations=[cost.Size(*size) for size in data["activations"]],
             split_outputs=[cost.Size(*size) for size in data["split_outputs"]],
@@ -427,9 +427,9 @@ class ShardingPlan:
 
 def _replace(path, text):
     # Imported late: planning needs no backend.
-    from keras_tp.backend import files
+    from keras_tp.backend.saving import atomic_files
 
-    with files.replaced(path) as new:
+    with atomic_files.replaced(path) as new:
         with open(new, "w", encoding="utf-8") as file:
             file.write(text)
 

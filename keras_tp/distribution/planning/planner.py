@@ -12,8 +12,8 @@ from keras_tp.distribution.planning import rules_shape  # noqa: F401
 from keras_tp.distribution.planning import solver
 from keras_tp.distribution.planning import trace
 from keras_tp.distribution.planning.plan import ShardingPlan
-from keras_tp.distribution.planning.rows import PlannedReduction
-from keras_tp.distribution.planning.rows import PlannedVariable
+from keras_tp.distribution.planning.plan_rows import PlannedReduction
+from keras_tp.distribution.planning.plan_rows import PlannedVariable
 from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import as_layout
 from keras_tp.distribution.tensor_layout import check_layout

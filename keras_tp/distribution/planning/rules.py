@@ -170,7 +170,7 @@ class Dims:
             self._apply(step)
         self.keep_whole(graph.inputs, "data")
         used = {id(v) for s in graph.steps for v in s.inputs + s.variables}
-        for value, kernel_dims, kernel in graph.followers:
+        for value, kernel_dims, kernel in graph.derived:
             # Scales are not in the trace, which computes as if with floats.
             used.add(id(value))
             for i, dim in enumerate(kernel_dims):

@@ -10,7 +10,7 @@ Shoeybi et al. 2019, section 3) come out without anything being named.
 import collections
 import math
 
-from keras_tp.distribution.planning.classes import Classes
+from keras_tp.distribution.planning.dim_groups import Classes
 
 # A split whose outputs no other weight takes in has to save this share of all
 # parameters: it costs a gather or an unbalanced end of the model. In a deep
@@ -98,7 +98,7 @@ class _Planner(Classes):
     def __init__(self, graph, count, forced):
         super().__init__(graph, count)
         self.forced = forced
-        self._kernels = {v.path: kernel for v, _, kernel in graph.followers}
+        self._kernels = {v.path: kernel for v, _, kernel in graph.derived}
         self._sources = {}
         for step in graph.steps:
             if len(step.inputs) == 1 and self.dims.is_weight(step.inputs[0]):

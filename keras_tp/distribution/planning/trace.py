@@ -18,11 +18,11 @@ from keras.src.layers import layer as layer_module
 from keras.src.layers.layer import Layer
 from keras.src.ops.operation import Operation
 
-from keras_tp.distribution import followers
+from keras_tp.distribution import derived_variables
 from keras_tp.distribution.planning import graph as graph_lib
-from keras_tp.distribution.planning import inputs as inputs_lib
+from keras_tp.distribution.planning import model_inputs as inputs_lib
 from keras_tp.distribution.planning import rules
-from keras_tp.distribution.planning import symbolic as symbolic_lib
+from keras_tp.distribution.planning import symbolic_ops as symbolic_lib
 
 # Attributes in which Keras itself keeps track of variables.
 _TRACKING = (
@@ -191,10 +191,10 @@ class _Tracer:
         graph.variables = sorted(
             values, key=lambda v: (graph_lib.natural(v.path), v.shape)
         )
-        graph.followers = [
+        graph.derived = [
             (self.value(variable), dims, self.value(kernel))
             for layer in model._flatten_layers()
-            for variable, dims, kernel in followers.followers_of(layer)
+            for variable, dims, kernel in derived_variables.derived_of(layer)
         ]
 
     def run(self, args, kwargs):

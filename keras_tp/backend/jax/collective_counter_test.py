@@ -1,0 +1,105 @@
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from keras_tp.backend.jax import collective_counter
+
+
+@pytest.fixture
+def mesh():
+    return jax.sharding.Mesh(np.array(jax.devices()[:4]), ("model",))
+
+
+def counted(function, *arrays, out):
+    compiled = jax.jit(function, out_shardings=out).lower(*arrays).compile()
+    found = collective_counter.count(compiled.as_text())
+    return {name: pair for name, pair in found.items() if pair[0]}
+
+
+def test_all_reduce_of_a_row_parallel_product(mesh):
+    x = jax.device_put(
+        np.ones((3, 8), "f"), NamedSharding(mesh, P(None, "model"))
+    )
+    w = jax.device_put(np.ones((8, 5), "f"), NamedSharding(mesh, P("model")))
+    out = NamedSharding(mesh, P())
+    assert counted(lambda a, b: a @ b, x, w, out=out) == {
+        "all_reduce": (1, 3 * 5 * 4)
+    }
+
+
+def test_all_gather_counts_the_bytes_of_the_result(mesh):
+    x = jax.device_put(np.ones((8, 6), "f"), NamedSharding(mesh, P("model")))
+    out = NamedSharding(mesh, P())
+    assert counted(lambda a: a * 2, x, out=out) == {
+        "all_gather": (1, 8 * 6 * 4)
+    }
+
+
+def test_a_loop_counts_once_for_each_trip(mesh):
+    x = jax.device_put(
+        np.ones((3, 8), "f"), NamedSharding(mesh, P(None, "model"))
+    )
+    w = jax.device_put(
+        np.ones((8, 8), "f") / 8, NamedSharding(mesh, P("model"))
+    )
+    out = NamedSharding(mesh, P())
+
+    def loop(x, w):
+        def body(carry, _):
+            return jax.lax.with_sharding_constraint(carry @ w, out), None
+
+        return jax.lax.scan(body, x, None, length=7)[0]
+
+    assert counted(loop, x, w, out=out)["all_reduce"] == (7, 7 * 3 * 8 * 4)
+
+
+def test_nothing_is_counted_where_nothing_is_split(mesh):
+    x = jax.device_put(np.ones((8, 6), "f"), NamedSharding(mesh, P()))
+    assert counted(lambda a: a @ a.T, x, out=NamedSharding(mesh, P())) == {}
+
+
+COMBINED = """HloModule jit_step
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%body (p: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
+  %ar = bf16[4,8]{1,0} all-reduce(%x), replica_groups=[1,4]<=[4], to_apply=%sum
+}
+
+%cond (p: (s32[], bf16[4,8])) -> pred[] {
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+%branch (p: f32[4]) -> f32[16] {
+  ROOT %g = f32[16]{0} all-gather(%p), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+ENTRY %main (x: f32[4]) -> f32[16] {
+  %all-reduce.1 = (f32[2,3]{1,0}, f32[5]{0}, /*index=2*/f32[]) all-reduce(%a, %b, %c), replica_groups={{0,1},{2,3}}, to_apply=%sum
+  %alone = f32[9]{0} all-reduce(%a), replica_groups={{0},{1},{2},{3}}, to_apply=%sum
+  %alone.2 = f32[9]{0} all-reduce(%a), replica_groups=[4,1]<=[4], to_apply=%sum
+  %start = (f32[4]{0}, f32[16]{0}) all-gather-start(%x), replica_groups={{0,1,2,3}}, dimensions={0}
+  %done = f32[16]{0} all-gather-done(%start)
+  %permute = (f32[6]{0}, f32[6]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}
+  %w = (s32[], bf16[4,8]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %c = f32[16] conditional(%i, %x, %x), branch_computations={%branch, %sum}
+  ROOT %rs = pred[2,3]{1,0} reduce-scatter(%y), replica_groups={{0,1,2,3}}, to_apply=%sum
+}
+"""  # noqa: E501
+
+
+def test_combined_started_looped_and_branched_operations():
+    assert collective_counter.count(COMBINED) == {
+        # Three tensors of 4-byte numbers, and three trips of 2-byte ones.
+        "all_reduce": (3 + 3, (6 + 5 + 1) * 4 + 3 * 32 * 2),
+        "all_gather": (1 + 1, 2 * 16 * 4),
+        "reduce_scatter": (1, 6),
+        "all_to_all": (0, 0),
+        "collective_permute": (1, 6 * 4),
+    }

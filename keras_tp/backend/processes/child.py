@@ -1,0 +1,49 @@
+"""Joins the other processes of a run, and then runs a script.
+
+    python -m keras_tp.backend.processes.child SCRIPT [ARGUMENTS]
+
+What `keras_tp.launch` starts in each process. The script need not call
+`keras_tp.distribution.initialize`; it may.
+"""
+
+import os
+import sys
+
+from keras_tp.backend.processes import commands
+from keras_tp.backend.processes import error_propagation
+
+
+def main(argv):
+    """Runs a script with its arguments.
+
+    Args:
+        argv: List of strings.
+    """
+    error_propagation.report_to_launcher()
+    # Keras, and the backend that it picks, take seconds to import.
+    from keras_tp import distribution
+
+    distribution.initialize()
+    wanted = int(os.environ.get(error_propagation.DEVICES, 0))
+    found = distribution.list_devices()
+    if len(found) < wanted:
+        raise ValueError(
+            f"{wanted} devices were asked for, and the processes have "
+            f"{len(found)}: {found}. Ask for as many as there are; for virtual "
+            "CPU devices instead, hide the accelerators."
+        )
+    try:
+        commands.run_script(argv)
+    except SystemExit as e:
+        code = 0 if e.code is None else e.code
+        if not isinstance(code, int):
+            error_propagation.tell(f"{code}\n")
+            code = 1
+        if code != 0:
+            error_propagation.note_end()
+            error_propagation.with_code(code)
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

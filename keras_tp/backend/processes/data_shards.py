@@ -1,0 +1,322 @@
+"""Batches of an epoch, in step with the other processes.
+
+By default every process is given the same global batch, whatever kind of data
+it comes from, and its devices take their parts. With
+`auto_shard_dataset=False` and an axis that splits batches over processes, each
+process is given its own part only, as in `keras.distribution`: the global
+batch is made of the parts, one after the other in the order of that axis. The
+processes of one model group, which differ in other axes only, are given the
+same part.
+
+All of this is collective. `gather` is the function that returns the list of a
+small value of every process, given a name for what it is.
+"""
+
+import collections
+import functools
+import re
+import warnings
+
+import keras
+import numpy as np
+from keras import tree
+from keras.src.distribution.distribution_lib import distribution
+from keras.src.distribution.distribution_lib import set_distribution
+from keras.src.trainers.data_adapters import data_adapter_utils
+
+from keras_tp.backend.hooks import Hook
+from keras_tp.backend.processes import consistency
+from keras_tp.backend.processes import progress
+
+_SAME_DATA = (
+    "Every process is fed the same global batch: give all of them the same "
+    "data in the same order, and the same seed; or give each its own part "
+    "under a distribution with `auto_shard_dataset=False` and an axis that "
+    "splits batches."
+)
+
+
+def table(processes):
+    """Returns the rows of a hook table.
+
+    Args:
+        processes: The backend's module of that name, with `world_size`.
+    """
+
+    def hook_get_data_adapter(original):
+        """Keras's adapters see one process: devices take their part later."""
+
+        @functools.wraps(original)
+        def get_data_adapter(*args, **kwargs):
+            current = distribution()
+            if current is None or processes.world_size() == 1:
+                return original(*args, **kwargs)
+            set_distribution(None)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                set_distribution(current)
+
+        return get_data_adapter
+
+    return [
+        Hook(
+            "keras.src.trainers.data_adapters",
+            "get_data_adapter",
+            hook_get_data_adapter,
+            "several processes are given data of any kind",
+        )
+    ]
+
+
+class Parts(collections.namedtuple("Parts", ["by_process", "axis_size"])):
+    """Which part of each batch a process is given.
+
+    Args:
+        by_process: List of ints, the index of each process's part.
+        axis_size: Int, size of the mesh axis that splits batches.
+    """
+
+    @property
+    def count(self):
+        """Number of parts that make a batch."""
+        return max(self.by_process) + 1
+
+    @property
+    def way_out(self):
+        """Sentence that says who has to hold what."""
+        return (
+            "With `auto_shard_dataset=False` each process is given its own "
+            f"part of every batch, one of {self.count}, and the processes of "
+            "one model group are given the same. Parts by process: "
+            f"{dict(enumerate(self.by_process))}."
+        )
+
+
+def find_parts(coordinates, axis_size):
+    """Returns the `Parts` of processes that hold parts of the batch axis.
+
+    Args:
+        coordinates: List with, for each process, the coordinates along the
+            batch axis of the devices that it has in the mesh.
+        axis_size: Int, size of that axis.
+
+    Returns:
+        `Parts`; `None` if all processes hold all of it, and so are given the
+        same.
+
+    Raises:
+        ValueError: if the parts overlap, are not of equal size, or are not
+            one after the other.
+    """
+    held = [tuple(sorted(set(own))) for own in coordinates]
+    parts = sorted(set(held))
+    if len(parts) == 1:
+        return None
+    size = axis_size // len(parts)
+    wanted = [
+        tuple(range(start, start + size))
+        for start in range(0, axis_size, max(size, 1))
+    ]
+    if parts != wanted:
+        raise ValueError(
+            "With `auto_shard_dataset=False`, the devices of a process have to "
+            "be next to each other along the axis that splits batches, equally "
+            "many in each process. List the devices of the mesh process by "
+            "process. Received, by process, the coordinates along that axis: "
+            f"{dict(enumerate(held))}"
+        )
+    return Parts([parts.index(own) for own in held], axis_size)
+
+
+class AgreedLength:
+    """A data adapter that counts the batches of all processes.
+
+    A collective to make.
+
+    Args:
+        adapter: A `DataAdapter` of Keras.
+        gather: Function.
+        is_part: Boolean, whether this process is given parts of batches.
+
+    Raises:
+        ValueError: on every process, if they are given the global batch and
+            have different numbers of them.
+    """
+
+    def __init__(self, adapter, gather, is_part):
+        self._adapter = adapter
+        found = gather((is_part, adapter.num_batches), "the number of batches")
+        lengths = [length for _, length in found]
+        if len({part for part, _ in found}) > 1 or (
+            not is_part and len(set(lengths)) > 1
+        ):
+            raise ValueError(
+                "The processes of this run hold different batches. "
+                f"{_SAME_DATA} Received, by process, whether it holds a part "
+                "(`auto_shard_dataset=False`), and how many batches: "
+                f"{dict(enumerate(found))}"
+            )
+        # Without a number, an epoch goes on until all have ended.
+        self.num_batches = None if None in lengths else max(lengths)
+
+    def __getattr__(self, name):
+        return getattr(self._adapter, name)
+
+
+def in_step(batches, gather, parts, gather_rows):
+    """Yields the batches of an epoch, compared and in step.
+
+    Args:
+        batches: Iterable of global batches, or of parts.
+        gather: Function.
+        parts: `Parts`, or `None` where every process is given global batches.
+        gather_rows: Function of an array and the length of the longest one,
+            which returns the list of the arrays of all processes, padded.
+
+    Yields:
+        Pairs of a batch and whether it is this process's part of the global
+        one. Where parts are not equally long, or the axis does not divide
+        them, all of them are put together.
+
+    Raises:
+        ValueError: on every process, if they hold what they should not.
+    """
+    progress.source()
+    iterator = iter(batches)
+    batch = next(iterator, None)
+    _compare_first(batch, gather, parts)
+    while True:
+        if parts is None:
+            if batch is None:
+                # Nobody is left waiting for a batch that has no partner.
+                progress.end_of_data()
+                gather(None, "the end of the data")
+                return
+            progress.batch()
+            yield batch, False
+        else:
+            placed = fit_together(batch, gather, parts, gather_rows)
+            if placed is None:
+                progress.end_of_data()
+                return
+            progress.batch()
+            yield placed
+        progress.source()
+        # Others may have more.
+        batch = None if batch is None else next(iterator, None)
+
+
+def fit_together(batch, gather, parts, gather_rows):
+    """Returns a batch of parts as `in_step` yields it; `None` at the end."""
+    rows, kind = -1, None
+    if batch is not None:
+        rows = _rows(batch)
+        kind = tree.map_structure(_kind, batch)
+    held = gather((rows, kind), "a part of a batch")
+    if any(_SPARSE in tree.flatten(kind) for _, kind in held):
+        raise ValueError(
+            "Parts of batches have to be dense: give every process the same "
+            "global batch, with `auto_shard_dataset=True`, or convert the "
+            f"data to dense arrays. {parts.way_out} Received, by process, the "
+            f"length, and the other dims and dtypes: {dict(enumerate(held))}"
+        )
+    all_rows = [count for count, _ in held]
+    if max(all_rows) < 0:
+        return None
+    kinds = [kind for count, kind in held if count >= 0]
+    if (
+        len({str(kind) for kind in kinds}) > 1
+        or len(set(zip(parts.by_process, all_rows))) > parts.count
+    ):
+        raise ValueError(
+            "The parts of a batch do not fit together. They may differ in "
+            "length between model groups, and in nothing else: pad or cut "
+            f"their other dims to equal sizes. {parts.way_out} Received, by "
+            "process, the length (-1: the data has ended), and the other dims "
+            f"and dtypes: {dict(enumerate(held))}"
+        )
+    if len(set(all_rows)) == 1 and rows * parts.count % parts.axis_size == 0:
+        return batch, True
+    if batch is None:
+        # Takes part with nothing.
+        batch = tree.map_structure(_empty, kinds[0])
+    first = [parts.by_process.index(index) for index in range(parts.count)]
+
+    def whole(array):
+        if not _is_array(array):
+            return array
+        found = gather_rows(np.asarray(array), max(all_rows))
+        return np.concatenate([found[i][: max(all_rows[i], 0)] for i in first])
+
+    return tree.map_structure(whole, batch), False
+
+
+def _compare_first(batch, gather, parts):
+    """Raises unless processes begin an epoch with the batches they should."""
+    held = None
+    if batch is not None:
+        held = [_to_compare(leaf) for leaf in tree.flatten(batch)]
+    gather = functools.partial(gather, what="the first batch of an epoch")
+    if parts is None:
+        consistency.same_everywhere(gather, "batches", held, _SAME_DATA)
+        return
+    digests = consistency.same_everywhere(
+        gather, "batches", held, parts.way_out, parts.by_process
+    )
+    if len(set(digests)) == 1:
+        warnings.warn(
+            "All processes begin with the same batch, as if it was a part of "
+            f"a larger one. {parts.way_out} If each process is given the "
+            "global batch, leave `auto_shard_dataset=True`.",
+            stacklevel=2,
+        )
+
+
+def _rows(batch):
+    return next((a.shape[0] for a in tree.flatten(batch) if _is_array(a)), 0)
+
+
+_NO_ARRAY = "no array"
+_SPARSE = "sparse"
+
+
+def _kind(leaf):
+    """Says what has to be the same in all parts: all but an array's length."""
+    if is_sparse(leaf):
+        return _SPARSE
+    if not _is_array(leaf):
+        return _NO_ARRAY
+    dtype = keras.backend.standardize_dtype(leaf.dtype)
+    return f"{tuple(leaf.shape[1:])} {dtype}"
+
+
+def _empty(kind):
+    """Returns an array without rows, of what `_kind` says."""
+    if kind == _NO_ARRAY:
+        return None
+    shape, _, dtype = kind.rpartition(" ")
+    return np.zeros((0, *map(int, re.findall(r"\d+", shape))), dtype)
+
+
+def is_sparse(leaf):
+    """Returns whether an array of a batch is a sparse one, of any library."""
+    return (
+        data_adapter_utils.is_jax_sparse(leaf)
+        or data_adapter_utils.is_tensorflow_sparse(leaf)
+        or data_adapter_utils.is_scipy_sparse(leaf)
+    )
+
+
+def _to_compare(leaf):
+    """Returns what has to be the same in all processes."""
+    if is_sparse(leaf):
+        # What it is made of, by the names of the libraries.
+        names = ("indices", "indptr", "row", "col", "data", "values")
+        held = [getattr(leaf, name, None) for name in names]
+        return [tuple(leaf.shape), *map(_to_compare, held)]
+    return np.asarray(leaf).tobytes() if _is_array(leaf) else leaf
+
+
+def _is_array(leaf):
+    return getattr(leaf, "ndim", 0) > 0

@@ -1,0 +1,308 @@
+"""Every process tells the others where it is, about once in a second.
+
+A thread of each process is connected to process 0, which passes on what it
+hears. So a process that is stuck, stopped or gone is named by the others, also
+where their runtime only waits. See `progress` for what counts as stuck.
+"""
+
+import contextlib
+import json
+import logging
+import selectors
+import socket
+import threading
+import time
+
+from keras_tp.backend.processes import progress
+from keras_tp.backend.processes import rendezvous
+from keras_tp.backend.processes.progress import State
+
+_KEY = "keras_tp/watch"
+# Longer lines are not sent by a process of the run.
+_LINE_BYTES = 2**20
+_watch = []
+
+
+def start(host, index, count, put, get, patience, end):
+    """Connects this process with the others. A collective.
+
+    Args:
+        host: String, name or address of process 0.
+        index: Int, index of this process.
+        count: Int, number of processes.
+        put: Function of a key and bytes, of the runtime's store.
+        get: Function of a key and seconds, which raises `TimeoutError`.
+        patience: Float, seconds that processes wait for each other.
+        end: Function of an error and the same in short, which ends this
+            process.
+    """
+    if count < 2 or _watch:
+        return
+    server = None
+    if index == 0:
+        server = _Server(rendezvous.server(host, 0), count)
+        put(_KEY, str(server.port).encode())
+        server.start()
+    port = int(get(_KEY, patience))
+    try:
+        link = socket.create_connection((host, port), timeout=patience)
+        rendezvous.introduce(link, index)
+        if not rendezvous.read_line(link):
+            raise ConnectionError("it closed the connection")
+    except OSError as e:
+        logging.getLogger(__name__).warning(
+            "Process %d cannot connect to process 0 at %s:%d, so a process "
+            "that is stuck may not be named: %s",
+            *(index, host, port, e),
+        )
+        return
+    _watch.append(_Watcher(link, index, count, patience, end, server))
+    _watch[0].start()
+
+
+def cause(seconds):
+    """Returns which process caused an error of the communication.
+
+    Args:
+        seconds: Float, how long to wait for news of the others.
+
+    Returns:
+        String; `None` if all processes are where they should be.
+    """
+    found = _watch[0].cause_within(seconds) if _watch else None
+    return found and found[0]
+
+
+def leave(status=progress.LEFT):
+    """Tells the others that this process ends.
+
+    Args:
+        status: String, one of `progress` or an error. Defaults to the end of
+            a script.
+    """
+    while _watch:
+        _watch.pop().leave(status)
+
+
+class _Lines:
+    """A connection that moves values as lines of JSON, and never waits."""
+
+    def __init__(self, link):
+        self.link = link
+        self._received = b""
+        self._unsent = b""
+        link.setblocking(False)
+
+    def put(self, value):
+        """Sends a value; drops it if an earlier one is still to be sent."""
+        if not self._unsent:
+            self._unsent = json.dumps(value).encode() + b"\n"
+        with contextlib.suppress(BlockingIOError):
+            sent = self.link.send(self._unsent)
+            self._unsent = self._unsent[sent:]
+
+    def received(self):
+        """Returns the list of values that came; `None` at the end."""
+        try:
+            received = self.link.recv(_LINE_BYTES)
+        except BlockingIOError:
+            return []
+        if not received or len(self._received) > _LINE_BYTES:
+            return None
+        *lines, self._received = (self._received + received).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+class _Server(threading.Thread):
+    """Passes on where the processes are.
+
+    Args:
+        listening: Socket that listens.
+        count: Int, number of processes.
+    """
+
+    def __init__(self, listening, count):
+        super().__init__(daemon=True, name="keras_tp_watch_server")
+        self.port = listening.getsockname()[1]
+        self._listening = listening
+        self._count = count
+        self._states = {}
+        self._heard_at = {}
+        self._members = {}
+
+    def run(self):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._listening)
+            selector = stack.enter_context(selectors.DefaultSelector())
+            selector.register(self._listening, selectors.EVENT_READ)
+            due = time.monotonic() + progress.BEAT_S
+            # Until process 0 leaves.
+            while 0 not in self._states or self._states[0].is_here():
+                # What has come by then is read before it counts.
+                looked = time.monotonic()
+                has_news = False
+                for key, _ in selector.select(max(due - looked, 0)):
+                    has_news |= self._serve(key, selector, stack)
+                if has_news or time.monotonic() >= due:
+                    self._tell_all(selector, looked)
+                    due = time.monotonic() + progress.BEAT_S
+
+    def _serve(self, key, selector, stack):
+        """Reads what came; returns whether a process has ended."""
+        if key.fileobj is self._listening:
+            rendezvous.accept(self._listening, selector, stack, 2 * self._count)
+            return False
+        if not isinstance(key.data, int):
+            index = rendezvous.heard(selector, key, self._count, first=0)
+            if index is not None:
+                self._members[index] = _Lines(key.fileobj)
+                # It waits for this before it sends more.
+                self._members[index].put([])
+                self._heard_at[index] = time.monotonic()
+                selector.register(key.fileobj, selectors.EVENT_READ, index)
+            return False
+        return self._read(key.data, selector)
+
+    def _read(self, index, selector):
+        try:
+            found = self._members[index].received()
+        except OSError:
+            found = None
+        if found is None:
+            selector.unregister(self._members.pop(index).link)
+            state = self._states.get(index, progress.STARTING)
+            if state.is_here():
+                state = state._replace(status=progress.GONE)
+            self._states[index] = state
+            return True
+        if not found:
+            return False
+        self._heard_at[index] = time.monotonic()
+        self._states[index] = State(*found[-1])
+        return not self._states[index].is_here()
+
+    def _tell_all(self, selector, looked):
+        states = [
+            [
+                index,
+                state._replace(silent=max(looked - self._heard_at[index], 0)),
+            ]
+            for index, state in self._states.items()
+        ]
+        for index, member in list(self._members.items()):
+            try:
+                member.put(states)
+            except OSError:
+                self._read(index, selector)
+
+
+class _Watcher(threading.Thread):
+    """Tells process 0 where this one is, and looks where the others are."""
+
+    def __init__(self, link, index, count, patience, end, server):
+        super().__init__(daemon=True, name="keras_tp_watch")
+        self._lines = _Lines(link)
+        self._index = index
+        self._count = count
+        self._patience = patience
+        self._end = end
+        self._server = server
+        self._states = {}
+        # When there was news, and when it was looked for.
+        self._at = self._looked = time.monotonic()
+        self._news = threading.Condition()
+        self._wake, self._woken = socket.socketpair()
+        self._status = progress.HERE
+
+    def run(self):
+        with contextlib.ExitStack() as stack:
+            for held in (self._lines.link, self._wake, self._woken):
+                stack.enter_context(held)
+            selector = stack.enter_context(selectors.DefaultSelector())
+            selector.register(self._lines.link, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            is_connected = True
+            due = 0.0
+            while self._status == progress.HERE:
+                if time.monotonic() >= due:
+                    due = time.monotonic() + progress.BEAT_S
+                    self._beat(is_connected)
+                looked = time.monotonic()
+                wait = max(due - looked, 0)
+                ready = [key.fileobj for key, _ in selector.select(wait)]
+                self._looked = looked
+                if self._lines.link in ready and not self._read():
+                    is_connected = False
+                    selector.unregister(self._lines.link)
+                self._check()
+            self._beat(is_connected)
+
+    def leave(self, status):
+        """Ends this thread, and tells the others how this process ends."""
+        self._status = status
+        self._wake.send(b"\0")
+        self.join()
+        if self._server is not None:
+            self._server.join()
+
+    def cause_within(self, seconds):
+        """Returns what is wrong, if it is known within some seconds."""
+        found = []
+
+        def is_known():
+            cause = self._fault(progress.failed_state(), True)
+            found[:] = [cause]
+            return cause is not None
+
+        with self._news:
+            self._news.wait_for(is_known, seconds)
+        return found[0]
+
+    def _beat(self, is_connected):
+        own = progress.own_state()._replace(status=self._status)
+        if is_connected:
+            # Read next, if it has ended.
+            with contextlib.suppress(OSError):
+                self._lines.put(own)
+
+    def _read(self):
+        """Takes in where the others are; returns whether process 0 is there."""
+        try:
+            found = self._lines.received()
+        except OSError:
+            found = None
+        with self._news:
+            if found is None:
+                self._lose_the_others()
+            elif found:
+                self._at = time.monotonic()
+                self._states = {
+                    index: State(*state) for index, state in found[-1]
+                }
+            self._news.notify_all()
+        return found is not None
+
+    def _lose_the_others(self):
+        """Process 0 has ended, and nothing is known about the others."""
+        for index, state in self._states.items():
+            if index == 0 and state.is_here():
+                status = progress.GONE
+            elif index == 0:
+                status = state.status
+            else:
+                status = progress.UNKNOWN
+            self._states[index] = state._replace(status=status)
+
+    def _fault(self, own, has_failed=False):
+        age = max(self._looked - self._at, 0)
+        states = {
+            index: state._replace(silent=state.silent + age)
+            for index, state in self._states.items()
+        }
+        states[self._index] = own
+        return progress.fault(states, self._patience, has_failed)
+
+    def _check(self):
+        found = self._fault(progress.own_state())
+        if found is not None and self._status == progress.HERE:
+            self._end(*found)

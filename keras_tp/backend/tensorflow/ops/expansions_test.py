@@ -1,0 +1,156 @@
+"""The list of limits is right, and what must be split is not on it."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+from tensorflow.experimental import dtensor
+
+import keras_tp
+from keras_tp import distribution as dist
+from keras_tp.backend.tensorflow import errors
+from keras_tp.backend.tensorflow import placement
+from keras_tp.backend.tensorflow.ops import expansions
+
+VECTORS = (4, 6)
+SQUARE = (4, 4)
+IMAGES = (2, 6, 6, 4)
+
+# Operation: shape of its input, whose last dim is split over two devices, and
+# what Keras does with it.
+REFUSED = {
+    "Cholesky": (SQUARE, ops.cholesky),
+    "LogMatrixDeterminant": (SQUARE, ops.slogdet),
+    "Lu": (SQUARE, ops.lu_factor),
+    "MatrixDeterminant": (SQUARE, ops.det),
+    "MatrixInverse": (SQUARE, ops.inv),
+    "MatrixSolve": (SQUARE, lambda x: ops.solve(x, ops.ones((4, 2)))),
+    "MatrixTriangularSolve": (
+        SQUARE,
+        lambda x: ops.solve_triangular(x, ops.ones((4, 2))),
+    ),
+    "SelfAdjointEigV2": (SQUARE, ops.eigh),
+    "Svd": (SQUARE, ops.svd),
+    "DepthToSpace": (IMAGES, lambda x: ops.depth_to_space(x, 2)),
+    "ExtractImagePatches": (IMAGES, lambda x: ops.unfold(x, 2)),
+    "ImageProjectiveTransformV3": (
+        IMAGES,
+        lambda x: ops.image.affine_transform(x, ops.ones((2, 8))),
+    ),
+    "MirrorPad": (VECTORS, lambda x: ops.pad(x, ((1, 1), (1, 1)), "reflect")),
+    "ResizeBilinear": (IMAGES, lambda x: ops.image.resize(x, (3, 3))),
+    "ResizeNearestNeighbor": (
+        IMAGES,
+        lambda x: ops.image.resize(x, (3, 3), interpolation="nearest"),
+    ),
+    "SpaceToDepth": (IMAGES, lambda x: ops.space_to_depth(x, 2)),
+    "TensorListStack": (VECTORS, lambda x: ops.map(lambda row: row * 2, x)),
+    "Bucketize": (VECTORS, lambda x: ops.digitize(x, np.array([0.0, 1.0]))),
+    "Cross": ((3, 4, 3, 2), lambda x: ops.cross(x, x + 1, axis=2)),
+    "Cumprod": (VECTORS, lambda x: ops.cumprod(x, -1)),
+    "DenseBincount": (
+        VECTORS,
+        lambda x: ops.bincount(ops.cast(ops.abs(x), "int32"), minlength=6),
+    ),
+    "LowerBound": ((6,), lambda x: ops.searchsorted(x, ops.ones((3,)))),
+    "Tile": (VECTORS, lambda x: ops.tile(x, (1, 2))),
+    "UnsortedSegmentMax": (
+        VECTORS,
+        lambda x: ops.segment_max(x, ops.array([0, 0, 1, 2]), 3),
+    ),
+    "stateless_binomial": (
+        VECTORS,
+        lambda x: x + keras.random.binomial((4, 6), 2.0, 0.5, seed=1),
+    ),
+    "stateless_gamma": (
+        VECTORS,
+        lambda x: x + keras.random.gamma((4, 6), 1.0, seed=1),
+    ),
+    "stateless_truncated_normal": (
+        VECTORS,
+        lambda x: x + keras.random.truncated_normal((4, 6), seed=1),
+    ),
+}
+WHOLE = {
+    "Cumsum": (VECTORS, lambda x: ops.cumsum(x, -1)),
+    "TopKV2": (VECTORS, lambda x: ops.top_k(x, 2)),
+    "Qr": (VECTORS, ops.qr),
+    "TensorScatterUpdate": (
+        VECTORS,
+        lambda x: ops.scatter_update(x, np.array([[0, 1]]), np.ones(1, "f")),
+    ),
+    "Conv2D": (IMAGES, lambda x: ops.conv(x, ops.ones((2, 2, 2, 8)))),
+}
+# What tensor parallelism is made of: Dense, EinsumDense, Embedding, attention.
+SPLIT = {
+    "MatMul",
+    "BatchMatMulV2",
+    "Einsum",
+    "XlaEinsum",
+    "GatherV2",
+    "ResourceGather",
+    "Softmax",
+    "LogSoftmax",
+}
+
+
+def names(listed):
+    return [name for group in listed.values() for name in group]
+
+
+def run(shape, function):
+    """Runs a function on a tensor whose last dim is split over two devices."""
+    value = np.random.default_rng(0).normal(size=shape).astype("float32")
+    if shape == SQUARE:
+        value = value @ value.T + 4 * np.eye(4, dtype="float32")
+    if len(shape) == 1:
+        value = np.sort(value)
+    expected = keras.tree.flatten(function(tf.constant(value)))
+    mesh = dist.DeviceMesh((2,), ["model"], dist.list_devices()[:2])
+    mesh = mesh.backend_mesh
+    specs = [dtensor.UNSHARDED] * (len(shape) - 1) + ["model"]
+    placed = placement.place(value, dtensor.Layout(specs, mesh))
+    keras_tp.install()
+    with placement.on_mesh(mesh), errors.explained():
+        found = tf.function(function, autograph=False)(placed)
+    return keras.tree.flatten(found), expected
+
+
+def test_every_entry_has_a_case_and_a_reason():
+    assert sorted(names(expansions.REFUSED)) == sorted(REFUSED)
+    assert sorted(names(expansions.WHOLE)) == sorted(WHOLE)
+    assert not SPLIT & {*REFUSED, *WHOLE}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_named(name):
+    with pytest.raises(NotImplementedError, match=name):
+        run(*REFUSED[name])
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_computed_whole(name):
+    found, expected = run(*WHOLE[name])
+    for actual, wanted in zip(found, expected, strict=True):
+        assert dtensor.fetch_layout(actual).is_fully_replicated()
+        np.testing.assert_allclose(
+            placement.read(actual), wanted, rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: ops.matmul(ops.ones((2, 4)), x),
+        lambda x: ops.einsum("bi,io->bo", ops.ones((2, 4)), x),
+        lambda x: ops.take(x, np.array([1, 3]), 0),
+        lambda x: ops.stack([x, x]),
+        lambda x: x[None, 1],
+    ],
+    ids=["matmul", "einsum", "take", "stack", "index"],
+)
+def test_what_stays_split(function):
+    (found,), (expected,) = run(VECTORS, function)
+    assert dtensor.fetch_layout(found).sharding_specs[-1] == "model"
+    np.testing.assert_allclose(placement.read(found), expected, rtol=1e-5)

@@ -1,0 +1,440 @@
+"""Operations that DTensor does not split, or does not split as one process.
+
+`HANDLERS` take the place of DTensor's own way for an ATen operation, which is
+below the gradient: forward and backward have a handler each. `embedding` is a
+function of `torch.nn.functional`, because its gradient has to know how the
+table is split. `REPLICATED` is the list of what every process computes whole.
+"""
+
+import functools
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Shard
+from torch.utils import _pytree as pytree
+
+from keras_tp.backend.torch import local_tensors
+from keras_tp.backend.torch import placement
+from keras_tp.backend.torch import reading
+from keras_tp.backend.torch.ops import conv_attention
+from keras_tp.backend.torch.ops import index_update
+from keras_tp.backend.torch.ops import random
+from keras_tp.backend.torch.ops import vocab_parallel
+
+aten = torch.ops.aten
+
+# Computed whole on every process, and why.
+REPLICATED = {
+    "data-dependent shape": (
+        "bincount.default",
+        "histogram.bin_ct",
+        "masked_select.default",
+        "allclose.default",
+        "nonzero.default",
+        "_unique2.default",
+    ),
+    "windows cross the borders of shards": (
+        "col2im.default",
+        "im2col.default",
+        "unfold.default",
+        "unfold_backward.default",
+    ),
+    "DTensor has no strategy for it, or none for its gradient": (
+        "_adaptive_avg_pool2d.default",
+        "_adaptive_avg_pool2d_backward.default",
+        "_adaptive_avg_pool3d.default",
+        "_adaptive_avg_pool3d_backward.default",
+        "adaptive_max_pool2d.default",
+        "adaptive_max_pool2d_backward.default",
+        "adaptive_max_pool3d.default",
+        "adaptive_max_pool3d_backward.default",
+        "avg_pool2d.default",
+        "avg_pool2d_backward.default",
+        "avg_pool3d.default",
+        "avg_pool3d_backward.default",
+        "masked_scatter.default",
+        "max_pool3d_with_indices.default",
+        "max_pool3d_with_indices_backward.default",
+        "native_group_norm.default",
+        "native_group_norm_backward.default",
+        "reflection_pad1d.default",
+        "reflection_pad1d_backward.default",
+        "reflection_pad2d.default",
+        "reflection_pad2d_backward.default",
+        "replication_pad1d.default",
+        "replication_pad1d_backward.default",
+        "replication_pad2d.default",
+        "replication_pad2d_backward.default",
+        "scatter_reduce.two",
+        "unfold_copy.default",
+        "_ctc_loss.default",
+        "_ctc_loss.Tensor",
+        "_ctc_loss_backward.default",
+        "_ctc_loss_backward.Tensor",
+    ),
+    "a decomposition needs the whole matrix": (
+        "linalg_lstsq.default",
+        "linalg_lu_factor_ex.default",
+        "linalg_solve_triangular.default",
+    ),
+    "DTensor's result is a sum of truth values": (
+        "_is_all_true.default",
+        "all.default",
+        "all.dim",
+        "all.dims",
+        "any.default",
+        "any.dim",
+        "any.dims",
+    ),
+    "needs all of a sorted sequence": (
+        "bucketize.Tensor",
+        "searchsorted.Tensor",
+    ),
+    "one draw for all processes": (
+        "binomial.default",
+        "multinomial.default",
+        "normal.Tensor_Tensor",
+        "normal.Tensor_float",
+        "normal.float_Tensor",
+        "poisson.default",
+        "_sample_dirichlet.default",
+        "_standard_gamma.default",
+        "_standard_gamma_grad.default",
+    ),
+}
+
+
+class DTensorState:
+    """DTensor's global state as attributes, so that hooks can name it.
+
+    `aten.<operation>.<overload>` is the handler of an operation (`None`: the
+    operation goes DTensor's own way), and `implicit_replication` whether plain
+    tensors may meet DTensors. The latter is a setting of each thread.
+    """
+
+    @property
+    def __dict__(self):
+        found = {_name(op): f for op, f in self._handlers().items()}
+        found["implicit_replication"] = (
+            DTensor._op_dispatcher._allow_implicit_replication
+        )
+        return found
+
+    def __getattr__(self, name):
+        return self.__dict__.get(name)
+
+    def __setattr__(self, name, value):
+        if name == "implicit_replication":
+            DTensor._op_dispatcher._allow_implicit_replication = value
+        else:
+            self._handlers()[_operation(name)] = value
+
+    def __delattr__(self, name):
+        del self._handlers()[_operation(name)]
+
+    def _handlers(self):
+        return DTensor._op_dispatcher._custom_op_handlers
+
+
+dtensor_state = DTensorState()
+
+
+def handler_table():
+    """Returns a dict of an ATen operation's name to what runs it."""
+    handlers = {str(op): handler for op, handler in _HANDLERS.items()}
+    for names in REPLICATED.values():
+        for name in names:
+            handlers[f"aten.{name}"] = local_tensors.replicated
+    return handlers
+
+
+# Of an operation; writing it takes long.
+_name = functools.cache(str)
+
+
+def _operation(name):
+    _, packet, overload = name.split(".")
+    return getattr(getattr(aten, packet), overload)
+
+
+def whole(function):
+    """Wraps a function: it is given whole plain tensors, on every process.
+
+    For what writes into a new plain tensor, which cannot take split values.
+    """
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, DTensor) for leaf in leaves):
+            return local_tensors.replicated(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def whole_vmap(original):
+    """Wraps `torch.vmap`: a mapped function is given whole plain tensors.
+
+    DTensor has no part in how torch turns the operations on one sample into
+    those on a batch.
+    """
+
+    @functools.wraps(original)
+    def vmap(*args, **kwargs):
+        return whole(original(*args, **kwargs))
+
+    return vmap
+
+
+def along_dim(op, args, kwargs):
+    """Runs an operation that needs one dim whole, and only that one.
+
+    DTensor's own cumulative sums begin anew in each shard. Its `topk` has the
+    shape of an earlier call that asked for another number.
+    """
+    x, *rest = args
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, args)), **kwargs}
+    dim = given.get("dim", -1 if op is aten.topk.default else 0)
+    dim %= max(x.ndim, 1)
+    mesh = x.device_mesh
+    placements = [
+        placed if placed.is_shard() and placed.dim != dim else Replicate()
+        for placed in x.placements
+    ]
+    results = op(local_tensors.local_part(x, mesh, placements), *rest, **kwargs)
+    if op is aten.unbind.int:
+        # The dims behind it move up.
+        placements = [
+            Shard(placed.dim - 1)
+            if placed.is_shard() and placed.dim > dim
+            else placed
+            for placed in placements
+        ]
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda result: local_tensors.wrap_parts(result, mesh, placements),
+        results,
+    )
+
+
+def loss(op, args, kwargs):
+    """Runs a loss, or its gradient, that torch has as one operation.
+
+    Where it reduces, it is computed whole: DTensor takes the mean over the
+    part of one device.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, args)), **kwargs}
+    tensors = [t for t in (*args, *kwargs.values()) if torch.is_tensor(t)]
+    shape = max((t.shape for t in tensors), key=len)
+    alike = all(t.shape == shape for t in tensors)
+    # 0 stands for "none".
+    if given.get("reduction", 1) != 0 or not alike:
+        return local_tensors.replicated(op, args, kwargs)
+    mesh = local_tensors.mesh_of(args, kwargs)
+    first = next(t for t in tensors if isinstance(t, DTensor))
+    placements = [p if p.is_shard() else Replicate() for p in first.placements]
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor,
+        lambda t: local_tensors.local_part(t, mesh, placements),
+        (args, kwargs),
+    )
+    return local_tensors.wrap_parts(op(*args, **kwargs), mesh, placements)
+
+
+def pointwise(op, args, kwargs):
+    """Runs an operation on values that stand in the same place, on shards.
+
+    DTensor knows most of them; not the gradients of some activations.
+    """
+    mesh = local_tensors.mesh_of(args, kwargs)
+    first = next(t for t in args if isinstance(t, DTensor))
+    placements = [p if p.is_shard() else Replicate() for p in first.placements]
+    # What has another shape is empty: a buffer that is used on other devices.
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor,
+        lambda t: (
+            local_tensors.local_part(t, mesh, placements)
+            if t.shape == first.shape
+            else placement.to_full(t)
+        ),
+        (args, kwargs),
+    )
+    return local_tensors.wrap_parts(op(*args, **kwargs), mesh, placements)
+
+
+def added_up(op, args, kwargs):
+    """Runs a reduction whose gradient compares, or divides by, its result.
+
+    A part of the result will not do for that.
+    """
+    return placement.settled(_own_way(op, args, kwargs))
+
+
+def all_dims(original):
+    """Wraps what DTensor asks which dims a reduction is over: none are all.
+
+    That is what torch means by an empty list, in the gradient of `amax` too.
+    DTensor notes that nothing is reduced, and each process keeps its part.
+    """
+
+    @functools.wraps(original)
+    def dims_of(dims, ndim):
+        is_empty = isinstance(dims, (list, tuple)) and not dims
+        return original(None if is_empty else dims, ndim)
+
+    return dims_of
+
+
+def in_place(op, args, kwargs):
+    """Runs an operation that writes into its first argument.
+
+    A plain tensor takes whole values, and a tensor of parts that are not added
+    up yet is added up first; DTensor refuses both.
+    """
+    target, *rest = args
+    if not isinstance(target, DTensor):
+        rest, kwargs = pytree.tree_map_only(
+            DTensor, placement.to_full, (rest, kwargs)
+        )
+        return op(target, *rest, **kwargs)
+    index_update.check_written(op, target)
+    settled = placement.settled(target)
+    target._local_tensor, target._spec = settled._local_tensor, settled._spec
+    return _own_way(op, args, kwargs)
+
+
+def index(op, args, kwargs):
+    """Runs `x[indices]`; a boolean mask makes a shape nobody knows before."""
+    if any(
+        torch.is_tensor(i) and i.dtype in (torch.bool, torch.uint8)
+        for i in args[1]
+    ):
+        return local_tensors.replicated(op, args, kwargs)
+    return _own_way(op, args, kwargs)
+
+
+def _own_way(op, args, kwargs):
+    """Runs an operation as DTensor does without a handler."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = handler
+
+
+def refused(op, args, kwargs):
+    """Raises, where the numbers would depend on the number of devices."""
+    raise NotImplementedError(
+        f"{op} draws as many numbers as its values ask for, which differ "
+        "between devices. Apply it to a tensor that is not distributed, or "
+        "write it with `keras.random`."
+    )
+
+
+_HANDLERS = {
+    aten.convolution.default: conv_attention.convolution,
+    aten.convolution_backward.default: conv_attention.convolution_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (
+        conv_attention.cpu_attention
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+        conv_attention.cpu_attention_backward
+    ),
+    aten._softmax.default: vocab_parallel.softmax,
+    aten._softmax_backward_data.default: vocab_parallel.softmax_backward,
+    aten._log_softmax.default: vocab_parallel.softmax,
+    aten._log_softmax_backward_data.default: vocab_parallel.softmax_backward,
+    aten.nll_loss_forward.default: vocab_parallel.class_loss,
+    aten.nll_loss_backward.default: vocab_parallel.class_loss_backward,
+    aten.nll_loss2d_forward.default: vocab_parallel.class_loss,
+    aten.nll_loss2d_backward.default: vocab_parallel.class_loss_backward,
+    aten.argmax.default: vocab_parallel.argmax,
+    aten.logsumexp.default: vocab_parallel.logsumexp,
+    aten.as_strided.default: index_update.strided_view,
+    aten.bernoulli_.float: random.random_in_place,
+    aten.bernoulli_.Tensor: random.random_in_place,
+    aten.normal_.default: random.random_in_place,
+    aten.uniform_.default: random.random_in_place,
+    aten.exponential_.default: random.random_in_place,
+    aten.random_.default: random.random_in_place,
+    aten.random_.to: random.random_in_place,
+    getattr(aten.random_, "from"): random.random_in_place,
+    aten.bernoulli.default: random.random_like,
+    aten.bernoulli.p: random.random_like,
+    aten.rand_like.default: random.random_like,
+    aten.randn_like.default: random.random_like,
+    aten.randint_like.default: random.random_like,
+    aten.randint_like.low_dtype: random.random_like,
+    aten.native_dropout.default: random.native_dropout,
+    aten.cauchy_.default: random.random_in_place,
+    aten.geometric_.default: random.random_in_place,
+    aten.log_normal_.default: random.random_in_place,
+    aten.rrelu_with_noise.default: refused,
+    aten.rrelu_with_noise_.default: refused,
+    aten.binary_cross_entropy.default: loss,
+    aten.binary_cross_entropy_backward.default: loss,
+    aten.binary_cross_entropy_with_logits.default: loss,
+    aten.huber_loss.default: loss,
+    aten.huber_loss_backward.default: loss,
+    aten.index.Tensor: index,
+    aten.mse_loss.default: loss,
+    aten.mse_loss_backward.default: loss,
+    aten.smooth_l1_loss.default: loss,
+    aten.smooth_l1_loss_backward.default: loss,
+    aten.soft_margin_loss.default: loss,
+    aten.soft_margin_loss_backward.default: loss,
+    aten.cummax.default: along_dim,
+    aten.cummin.default: along_dim,
+    aten.cumprod.default: along_dim,
+    aten.cumsum.default: along_dim,
+    aten.logcumsumexp.default: along_dim,
+    aten.topk.default: along_dim,
+    aten.unbind.int: along_dim,
+    aten._local_scalar_dense.default: reading.number,
+    **dict.fromkeys(
+        (
+            aten.hardshrink_backward.default,
+            aten.hardsigmoid_backward.default,
+            aten.hardswish_backward.default,
+            aten.hardtanh_backward.default,
+            aten.log_sigmoid_backward.default,
+            aten.softshrink_backward.default,
+        ),
+        pointwise,
+    ),
+    **dict.fromkeys(
+        (
+            aten.amax.default,
+            aten.amin.default,
+            aten.prod.default,
+            aten.prod.dim_int,
+        ),
+        added_up,
+    ),
+    **dict.fromkeys(
+        (
+            aten.add_.Scalar,
+            aten.add_.Tensor,
+            aten.copy_.default,
+            aten.div_.Scalar,
+            aten.div_.Tensor,
+            aten.index_put_.default,
+            aten.masked_fill_.Scalar,
+            aten.masked_fill_.Tensor,
+            aten.mul_.Scalar,
+            aten.mul_.Tensor,
+            aten.pow_.Scalar,
+            aten.pow_.Tensor,
+            aten.sub_.Scalar,
+            aten.sub_.Tensor,
+            aten.zero_.default,
+        ),
+        in_place,
+    ),
+    **dict.fromkeys(index_update.FILLS, index_update.fill),
+}

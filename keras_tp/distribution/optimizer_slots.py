@@ -1,0 +1,137 @@
+"""Which layout an optimizer's slot takes from the variable it belongs to."""
+
+import functools
+
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from keras_tp import backend
+from keras_tp.distribution import variable_origin
+from keras_tp.distribution.tensor_layout import TensorLayout
+from keras_tp.distribution.tensor_layout import axis_names
+from keras_tp.distribution.tensor_layout import axis_size
+
+
+def lay_out_factors(original):
+    """Wraps `Adafactor.build`: Keras makes its factors without a layout."""
+
+    @functools.wraps(original)
+    def build(self, var_list):
+        original(self, var_list)
+        for slot, variable, dims in slots_of(self):
+            layout = variable._layout
+            if layout is not None and len(dims) < len(variable.shape):
+                own = variable_origin.origin_of(variable).distribution
+                backend.distribution_lib.relayout_variable(
+                    slot, slot_layout(layout, slot.shape, dims, own)
+                )
+
+    return build
+
+
+def lay_out_slots(original):
+    """Wraps `add_variable_from_reference`: a slot may be split further."""
+
+    @functools.wraps(original)
+    def add_variable_from_reference(self, reference_variable, *args, **kwargs):
+        layout = getattr(reference_variable, "_layout", None)
+        if layout is None:
+            return original(self, reference_variable, *args, **kwargs)
+        note_slot_layout(reference_variable)
+        # Keras gives the slot the layout that it finds here.
+        reference_variable._layout = reference_variable._slot_layout or layout
+        try:
+            return original(self, reference_variable, *args, **kwargs)
+        finally:
+            reference_variable._layout = layout
+
+    return add_variable_from_reference
+
+
+def note_slot_layout(variable):
+    """Notes on a variable how its slots are split, if further than itself.
+
+    A backend may reduce its gradient to these parts only.
+    """
+    layout, shape = variable._layout, tuple(variable.shape)
+    own = variable_origin.origin_of(variable).distribution
+    found = layout and slot_layout(layout, shape, range(len(shape)), own)
+    if found is not None and found.axes == layout.axes:
+        found = None
+    variable._slot_layout = found
+
+
+def slots_of(optimizer):
+    """Yields `(slot, variable, dims)` for the slots of an optimizer.
+
+    Keras's optimizers keep each kind of slot in a list that runs parallel to
+    the variables they were built for.
+
+    Args:
+        optimizer: A Keras optimizer. Those inside it are looked into too.
+
+    Yields:
+        The slot, the model's variable, and the dims of the variable that the
+        slot has: all of them but for a factored slot.
+    """
+    variables = getattr(optimizer, "_trainable_variables", None) or []
+    inner = []
+    for name, value in vars(optimizer).items():
+        if isinstance(value, BaseOptimizer):
+            inner.append(value)
+        elif not isinstance(value, (list, tuple)):
+            continue
+        elif value and all(isinstance(v, BaseOptimizer) for v in value):
+            inner.extend(value)
+        elif len(value) == len(variables) and name not in (
+            "_variables",
+            "_trainable_variables",
+        ):
+            for slot, variable in zip(value, variables):
+                dims = _kept_dims(name, slot, variable)
+                if dims:
+                    yield slot, variable, dims
+    for other in inner:
+        yield from slots_of(other)
+
+
+def slot_layout(layout, shape, dims, distribution):
+    """Returns the layout of a slot of a variable with the given layout.
+
+    A slot that sums over some dims of its variable, as the row and column
+    factors of Adafactor do (Shazeer and Stern 2018, section 3), is split where
+    the dims that it keeps are. Where the distribution shards the optimizer
+    (ZeRO-1, Rajbhandari et al. 2020, section 5), the largest dim that nothing
+    splits, and that divides, is split over the batch axis.
+
+    Args:
+        layout: `TensorLayout` of the variable.
+        shape: Tuple of ints, the shape of the slot.
+        dims: Sequence of ints, the dims of the variable that the slot has.
+        distribution: `Distribution` of the variable.
+    """
+    mesh = layout.device_mesh
+    axes = [layout.axes[dim] for dim in dims]
+    batch = getattr(distribution, "batch_dim_name", None)
+    used = [name for axis in axes for name in axis_names(axis)]
+    if getattr(distribution, "shard_optimizer", False) and batch not in used:
+        count = axis_size(mesh, batch)
+        free = [
+            dim
+            for dim, size in enumerate(shape)
+            if axes[dim] is None and size and size % count == 0
+        ]
+        if free and count > 1:
+            axes[max(free, key=lambda dim: shape[dim])] = batch
+    return TensorLayout(axes, mesh)
+
+
+def _kept_dims(name, slot, variable):
+    if not hasattr(slot, "_layout"):
+        return ()
+    whole = tuple(range(len(variable.shape)))
+    if slot.shape == variable.shape:
+        return whole
+    # Adafactor names its factors; of a square kernel their shapes are equal.
+    kept = {"_r": whole[:-1], "_c": whole[:-2] + whole[-1:]}.get(name, ())
+    fits = slot.shape == tuple(variable.shape[dim] for dim in kept)
+    return kept if fits else ()

@@ -1,0 +1,271 @@
+"""Trains a model and keeps what its layers did, here or in a child process."""
+
+import collections
+import contextlib
+import functools
+import multiprocessing
+import os
+import pickle
+
+import keras
+import numpy as np
+from keras import tree
+
+from keras_tp.distribution import optimizer_slots
+
+# What tells a process that it is one of several.
+_PROCESS_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "KERAS_DISTRIBUTION_JOB_ADDRESSES",
+    "KERAS_DISTRIBUTION_NUM_PROCESSES",
+    "KERAS_DISTRIBUTION_PROCESS_ID",
+    "DTENSOR_JOBS",
+    "DTENSOR_NUM_CLIENTS",
+    "DTENSOR_CLIENT_ID",
+)
+
+# Their parts are called in loops that a backend may compile.
+_LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
+
+
+class Run(
+    collections.namedtuple(
+        "Run",
+        ["weights", "outputs", "slots", "losses", "values"],
+    )
+):
+    """What a few training steps of a model gave. All arrays are NumPy's.
+
+    Args:
+        weights: List of `Weight`, in the order of the model's.
+        outputs: List of `(layer path, arrays)` of the first forward pass, in
+            training, in the order in which the layers were done.
+        slots: List with a list for each weight: its optimizer slots after the
+            first step.
+        losses: List of floats, the loss of each step.
+        values: Lists of the weights' arrays: the initial values, those after
+            the first step and those after the last.
+    """
+
+
+class Weight(collections.namedtuple("Weight", ["path", "layer", "trainable"])):
+    """A weight: its path, the path of its layer, and whether it is trained."""
+
+
+def train(build_fn, x, y, steps, batch_size, seed):
+    """Builds a model under what is set, and trains it.
+
+    Args:
+        build_fn: Callable that returns a compiled model.
+        x: Inputs, a structure of arrays.
+        y: Targets, a structure of arrays.
+        steps: Int, number of training steps. Batches follow each other, from
+            the start again at the end of the data.
+        batch_size: Int.
+        seed: Int, set before the model is built and before it is trained.
+
+    Returns:
+        A `Run`.
+    """
+    keras.utils.set_random_seed(seed)
+    model = build_fn()
+    if not getattr(model, "compiled", False):
+        raise ValueError(
+            "`build_fn` must return a compiled Keras model, since `verify` "
+            f"trains it. Received: build_fn={build_fn}, which returned {model}"
+        )
+    batches = [_batch((x, y), step, batch_size) for step in range(steps)]
+    if not model.built:
+        model(batches[0][0])
+    keras.utils.set_random_seed(seed)
+    values = [_arrays(model.weights)]
+    with _outputs_kept(model) as outputs:
+        model(batches[0][0], training=True)
+    losses = []
+    for batch_x, batch_y in batches:
+        losses.append(_loss(model.train_on_batch(batch_x, batch_y)))
+        if len(losses) == 1:
+            values.append(_arrays(model.weights))
+            kept_slots = _slots(model)
+    values.append(_arrays(model.weights))
+    return Run(_weights(model), outputs, kept_slots, losses, values)
+
+
+def sent(result):
+    """Returns the result of a child as it was before processes sent it on.
+
+    Args:
+        result: `Run`, or as a plain tuple, which is what a message is made of;
+            or an exit code.
+    """
+    if not isinstance(result, tuple):
+        return result
+    run = Run(*result)
+    return run._replace(weights=[Weight(*weight) for weight in run.weights])
+
+
+class Child:
+    """A child process without a distribution, which trains the same model.
+
+    Args:
+        *arguments: Those of `train`.
+    """
+
+    def __init__(self, *arguments):
+        # A fork would share the threads and devices of the frameworks.
+        context = multiprocessing.get_context("spawn")
+        self._receiver, sender = context.Pipe(duplex=False)
+        settings = (
+            keras.config.floatx(),
+            keras.config.epsilon(),
+            keras.config.image_data_format(),
+            keras.dtype_policies.serialize(keras.config.dtype_policy()),
+        )
+        self._process = context.Process(
+            target=_train_and_send, args=(sender, settings, arguments)
+        )
+        self._process.start()
+        # The end of the child is then the end of what can be received.
+        sender.close()
+
+    def has_ended(self, seconds):
+        """Waits for some seconds; returns whether there is a result."""
+        return self._receiver.poll(seconds)
+
+    def result(self):
+        """Returns the child's `Run`, or its exit code if there is none."""
+        try:
+            return self._receiver.recv()
+        except EOFError:
+            self._process.join()
+            return self._process.exitcode
+        finally:
+            self._process.join()
+            self._receiver.close()
+
+
+def check_picklable(build_fn):
+    """Raises `ValueError` unless a child process can be given a function."""
+    if isinstance(build_fn, keras.Layer) or not callable(build_fn):
+        raise ValueError(
+            "`build_fn` must be a function without arguments that returns a "
+            "compiled model. A model that exists can be saved and built by "
+            "`functools.partial(keras.models.load_model, path)`. Received: "
+            f"build_fn={build_fn!r} (of type {type(build_fn)})"
+        )
+    try:
+        pickle.dumps(build_fn)
+    except (pickle.PicklingError, AttributeError, TypeError) as e:
+        raise ValueError(
+            "`build_fn` is called in a child process too, which imports it: "
+            "it must be defined at the top of a module. Give arguments with "
+            "`functools.partial`. A model that exists already can be saved "
+            "and built by `functools.partial(keras.models.load_model, path)`. "
+            f"Received: build_fn={build_fn} ({e})"
+        ) from e
+
+
+def _train_and_send(sender, settings, arguments):
+    for name in _PROCESS_VARIABLES:
+        os.environ.pop(name, None)
+    floatx, epsilon, data_format, policy = settings
+    keras.config.set_floatx(floatx)
+    keras.config.set_epsilon(epsilon)
+    keras.config.set_image_data_format(data_format)
+    keras.config.set_dtype_policy(keras.dtype_policies.deserialize(policy))
+    sender.send(train(*arguments))
+    sender.close()
+
+
+def _batch(data, step, size):
+    count = len(tree.flatten(data)[0])
+    rows = np.arange(step * size, (step + 1) * size) % count
+    return tree.map_structure(lambda array: np.asarray(array)[rows], data)
+
+
+def _loss(logs):
+    return float(logs[0] if isinstance(logs, (list, tuple)) else logs)
+
+
+def _array(value):
+    array = np.asarray(keras.ops.convert_to_numpy(value))
+    if array.dtype.kind not in "biuf":
+        # NumPy has no bfloat16 of its own.
+        array = array.astype("float32")
+    # A copy: a backend may write to what it shows.
+    return np.array(array)
+
+
+def _arrays(variables):
+    return [_array(variable) for variable in variables]
+
+
+def _weights(model):
+    layers = {}
+    for layer in model._flatten_layers():
+        for variable in layer.weights:
+            # Inner layers come later, and own what they hold.
+            layers[id(variable)] = layer.path or layer.name
+    return [
+        Weight(v.path, layers.get(id(v), model.name), v.trainable)
+        for v in model.weights
+    ]
+
+
+def _slots(model):
+    """Returns the slots of each weight; those in an order of their own."""
+    kept = collections.defaultdict(list)
+    for slot, variable, _ in optimizer_slots.slots_of(model.optimizer):
+        kept[id(variable)].append(_array(slot))
+    return [kept[id(variable)] for variable in model.weights]
+
+
+@contextlib.contextmanager
+def _outputs_kept(model):
+    """Yields a list that fills with the outputs of each layer that is called.
+
+    Each instance is given a `call` of its own for a while; no class is
+    changed.
+    """
+    kept = []
+    watched = [(layer, vars(layer).get("call")) for layer in _observed(model)]
+    for layer, _ in watched:
+        vars(layer)["call"] = _watched(layer, kept)
+    try:
+        yield kept
+    finally:
+        for layer, before in watched:
+            if before is None:
+                del vars(layer)["call"]
+            else:
+                vars(layer)["call"] = before
+
+
+def _watched(layer, kept):
+    call = layer.call
+
+    @functools.wraps(call)
+    def watched_call(*args, **kwargs):
+        outputs = call(*args, **kwargs)
+        arrays = [_array(x) for x in tree.flatten(outputs) if x is not None]
+        kept.append((layer.path or layer.name, arrays))
+        return outputs
+
+    return watched_call
+
+
+def _observed(model):
+    inside = {
+        id(part)
+        for layer in model._flatten_layers()
+        if isinstance(layer, _LOOPS)
+        for part in layer._flatten_layers(include_self=False)
+    }
+    layers = {id(layer): layer for layer in model._flatten_layers()}
+    return [layer for key, layer in layers.items() if key not in inside]

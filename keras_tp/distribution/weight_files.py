@@ -1,0 +1,152 @@
+"""Files that do not fit a model are found out before it is touched."""
+
+import contextlib
+import functools
+import struct
+import warnings
+import zipfile
+import zlib
+
+from keras.src import backend
+from keras.src.backend.common import global_state
+from keras.src.backend.common.stateless_scope import StatelessScope
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.distribution.distribution_lib import distribution
+
+from keras_tp.backend.saving import digests
+from keras_tp.backend.saving import one_writer
+
+# What reading a damaged archive, JSON or HDF5 raises. No other `RuntimeError`:
+# those of processes that are missing are no fault of the file.
+_DAMAGE = (
+    EOFError,
+    KeyError,
+    NotImplementedError,
+    OSError,
+    RecursionError,
+    ValueError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+class _DryRun(StatelessScope):
+    """Scope in which `assign` checks its value and then forgets it.
+
+    Args:
+        last_read: List that holds the array that was read from the file last.
+    """
+
+    def __init__(self, last_read):
+        super().__init__(initialize_variables=False)
+        self._last_read = last_read
+        self.converted = {}
+
+    def add_update(self, update):
+        variable, _ = update
+        for value in self._last_read:
+            if value.shape == tuple(variable.shape):
+                self._check_dtype(variable, value.dtype.name)
+
+    def _check_dtype(self, variable, saved):
+        held = backend.standardize_dtype(variable._dtype)
+        if saved == held or saved.startswith("void"):
+            return
+        if _kind(saved) != _kind(held):
+            raise ValueError(
+                f"The value of {variable.path!r} was saved as {saved}, and the "
+                f"variable is of {held}: a value of another kind is not "
+                "converted. Build the model with the dtypes that it was saved "
+                f"with. Received: dtype={saved}"
+            )
+        self.converted[variable.path] = saved, held
+
+
+def _kind(dtype):
+    return (
+        "float" if backend.is_float_dtype(dtype) else dtype.rstrip("0123456789")
+    )
+
+
+def check_before_loading(original):
+    """Wraps `saving_lib.load_weights_only` with a pass that assigns nothing.
+
+    The pass reads the whole file, one variable at a time, and compares each
+    with the variable that it is for.
+    """
+
+    @functools.wraps(original)
+    def load_weights_only(model, filepath, *args, **kwargs):
+        if all(variable._layout is None for variable in model.variables):
+            return original(model, filepath, *args, **kwargs)
+        with _errors_name(filepath, "The model is unchanged."):
+            with warnings.catch_warnings():
+                # The real pass below gives the same warnings.
+                warnings.simplefilter("ignore")
+                with one_writer.checking() as last_read:
+                    with _DryRun(last_read) as run:
+                        original(model, filepath, *args, **kwargs)
+        _warn_of_conversions(filepath, run.converted)
+        return original(model, filepath, *args, **kwargs)
+
+    return load_weights_only
+
+
+def _warn_of_conversions(filepath, converted):
+    for path, (saved, held) in list(converted.items())[:1]:
+        warnings.warn(
+            f"{len(converted)} variables have another dtype in the file "
+            f"{str(filepath)!r}, and are converted. The first is {path!r}: "
+            f"saved as {saved}, now {held}.",
+            stacklevel=3,
+        )
+
+
+def outside_of_the_pass(original):
+    """Wraps `saving_lib.get_attr_skipset`, which makes objects to look at."""
+
+    @functools.wraps(original)
+    def get_attr_skipset(obj_type):
+        scope = get_stateless_scope()
+        if not isinstance(scope, _DryRun):
+            return original(obj_type)
+        global_state.set_global_attribute("stateless_scope", None)
+        try:
+            return original(obj_type)
+        finally:
+            global_state.set_global_attribute("stateless_scope", scope)
+
+    return get_attr_skipset
+
+
+def name_file(original):
+    """Wraps `saving_lib.load_model` so that its errors name the file."""
+
+    @functools.wraps(original)
+    def load_model(filepath, *args, **kwargs):
+        if distribution() is None:
+            return original(filepath, *args, **kwargs)
+        with (
+            _errors_name(filepath, "No model was made."),
+            one_writer.checking(),
+        ):
+            return original(filepath, *args, **kwargs)
+
+    return load_model
+
+
+@contextlib.contextmanager
+def _errors_name(filepath, consequence):
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except _DAMAGE as e:
+        kind = ValueError
+        if isinstance(e, OSError):
+            kind = digests.UnreadableFileError
+        raise kind(
+            f"The file {str(filepath)!r} is damaged or does not fit the "
+            f"model. {consequence} First problem: {e}"
+        ) from e
