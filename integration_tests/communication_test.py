@@ -111,7 +111,7 @@ def data(model):
 
 @SHAPES
 @pytest.mark.parametrize("name", MEANING)
-def test_b5_values_and_gradients(name, shape):
+def test_values_and_gradients(name, shape):
     plain, model = model_of(name, shape[1]), distributed(name, shape)
     x, y = data(plain)
     want, got = plain.predict(x, verbose=0), model.predict(x, verbose=0)
@@ -129,7 +129,7 @@ def test_b5_values_and_gradients(name, shape):
 
 @harness.shapes((1, 2), (1, 4))
 @pytest.mark.parametrize("name", MEANING)
-def test_b5_what_is_communicated(name, shape):
+def test_what_is_communicated(name, shape):
     """One collective, or, in training, one more for the gradient."""
     model = distributed(name, shape)
     x, y = data(model)

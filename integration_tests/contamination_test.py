@@ -68,7 +68,7 @@ def attributes():
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards", "shuffled"])
-def test_c1_any_order_gives_the_numbers_of_fresh_processes(fresh, order):
+def test_any_order_gives_the_numbers_of_fresh_processes(fresh, order):
     for name in orders()[order]:
         got = combinations.run(name)
         assert got.keys() == fresh[name].keys()
@@ -76,14 +76,14 @@ def test_c1_any_order_gives_the_numbers_of_fresh_processes(fresh, order):
             np.testing.assert_array_equal(got[key], value, f"{name}: {key}")
 
 
-def test_c1_the_combinations_differ_so_that_mixing_them_up_would_show(fresh):
+def test_the_combinations_differ_so_that_mixing_them_up_would_show(fresh):
     losses = [tuple(numbers["history_loss"]) for numbers in fresh.values()]
     # To rounding, pair_1x2, pair_2x2, output_2x2 and plain train one model
     # alike, and so do the two meshes of the attention; the others differ.
     assert len({tuple(np.round(loss, 3)) for loss in losses}) == 6
 
 
-def test_c2_global_state_is_restored(fresh):
+def test_global_state_is_restored(fresh):
     keras_tp.uninstall()
     before = attributes()
     assert len(before) >= 15
@@ -104,7 +104,7 @@ def test_c2_global_state_is_restored(fresh):
         np.testing.assert_array_equal(got[key], value, key)
 
 
-def test_c2_a_failing_scope_restores_what_was_there_before():
+def test_a_failing_scope_restores_what_was_there_before():
     outer = dist.DataParallel(devices=dist.list_devices()[:2])
     inner = dist.DataParallel(devices=dist.list_devices()[:4])
     with outer.scope():

@@ -87,7 +87,7 @@ def assert_slots_are_split(model, devices):
 
 @SHAPES
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_b3_losses_and_bytes(name, shape):
+def test_losses_and_bytes(name, shape):
     want_losses, want = reference(name)
     with parallel(shape).scope():
         model = network()
@@ -123,7 +123,7 @@ def test_a_trained_model_is_moved_there_and_back(shape):
 
 
 @SHAPES
-def test_b3_what_is_communicated(shape):
+def test_what_is_communicated(shape):
     """Gradients are added up where their slots are; the weights are gathered.
 
     A reduce-scatter is an all-reduce of which each device keeps its part: on

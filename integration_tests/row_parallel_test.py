@@ -1,6 +1,6 @@
-"""What the report on verification asked for.
+"""Row-parallel layers: one all-reduce, one bias; dropout, and many steps.
 
-Rows that other tests show already are listed in README.md of this folder.
+README.md of this folder names the row that each test shows.
 """
 
 import keras
@@ -36,7 +36,7 @@ def data():
 
 @SHAPES
 @pytest.mark.parametrize("activation", [None, "relu", "softmax"])
-def test_c5_the_output_of_a_row_layer_is_always_reduced(activation, shape):
+def test_the_output_of_a_row_layer_is_always_reduced(activation, shape):
     """Also before what is not linear, where adding up later is wrong."""
     x, _ = data()
     want = pair(activation).predict(x, verbose=0)
@@ -46,7 +46,7 @@ def test_c5_the_output_of_a_row_layer_is_always_reduced(activation, shape):
 
 
 @SHAPES
-def test_c6_the_bias_of_a_row_layer_is_added_once(shape):
+def test_the_bias_of_a_row_layer_is_added_once(shape):
     with harness.model_parallel(zoo.UP_AND_DOWN, shape).scope():
         model = pair()
     down = model.get_layer("down")
@@ -58,7 +58,7 @@ def test_c6_the_bias_of_a_row_layer_is_added_once(shape):
 
 
 @SHAPES
-def test_c7_steps_1_5_and_20(shape):
+def test_steps_1_5_and_20(shape):
     plain = pair()
     with harness.model_parallel(zoo.UP_AND_DOWN, shape).scope():
         model = pair()
@@ -73,7 +73,7 @@ def test_c7_steps_1_5_and_20(shape):
 
 
 @SHAPES
-def test_c10_masks_where_a_tensor_is_split_and_where_it_is_whole(shape):
+def test_masks_where_a_tensor_is_split_and_where_it_is_whole(shape):
     """Ones go in: what comes out is twice the mask."""
 
     def masks():

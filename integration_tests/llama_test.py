@@ -1,6 +1,6 @@
-"""What was claimed of Llama, in the form that is true.
+"""Llama: columns and rows, heads of keys and values, a layer by hand.
 
-Rows that other tests show already are listed in README.md of this folder.
+README.md of this folder names the row that each test shows.
 """
 
 import keras
@@ -29,7 +29,7 @@ def rows_of(name, devices):
 
 
 @harness.shapes((2,), (4,))
-def test_e1_columns_and_rows(shape):
+def test_columns_and_rows(shape):
     """Dims are (in, heads, size), (heads, size, out), (in, out)."""
     rows = rows_of("llama", *shape)
     for block in range(zoo.HUB_LAYERS):
@@ -51,7 +51,7 @@ def test_e1_columns_and_rows(shape):
         assert row.axes == ("model", None)
 
 
-def test_e2_fewer_heads_of_keys_and_values_than_devices():
+def test_fewer_heads_of_keys_and_values_than_devices():
     """Two of them on four devices or more are whole, and that is told."""
     devices = distribution.get_device_count()
     rows = rows_of("mistral", devices)
@@ -65,7 +65,7 @@ def test_e2_fewer_heads_of_keys_and_values_than_devices():
     assert rows["transformer_layer_0/self_attention/query/kernel"].is_split
 
 
-def test_e3_all_devices_hold_their_part_of_the_split_weights():
+def test_all_devices_hold_their_part_of_the_split_weights():
     """Eight of them on JAX and TensorFlow."""
     devices = distribution.get_device_count()
     rows = rows_of("llama", devices).values()
@@ -97,7 +97,7 @@ def parts_of(kernel, devices, dim):
 
 
 @harness.shapes((1, 2), (1, 4))
-def test_e8_a_layer_written_by_hand_equals_the_plan(shape):
+def test_a_layer_written_by_hand_equals_the_plan(shape):
     devices = shape[1]
     keras.utils.set_random_seed(1)
     plain = by_layers()
@@ -138,7 +138,7 @@ def test_e8_a_layer_written_by_hand_equals_the_plan(shape):
 
 
 @pytest.mark.parametrize("size", [3, 5])
-def test_e4_heads_that_do_not_divide_are_named(size):
+def test_heads_that_do_not_divide_are_named(size):
     devices = distribution.get_device_count()
     layout_map = distribution.LayoutMap(harness.mesh((1, devices)))
     layout_map["up/kernel"] = (None, "model")

@@ -1,6 +1,6 @@
-"""What the review of the upstream proposal asked for.
+"""Docstrings, words, devices and symbolic tensors are as in Keras.
 
-Rows that other tests show already are listed in README.md of this folder.
+README.md of this folder names the row that each test shows.
 """
 
 import ast
@@ -24,7 +24,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
-def test_d2_docstrings_are_keras_s(path):
+def test_docstrings_are_keras_s(path):
     """One line that ends in a period; arguments as `name: Type. Meaning.`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -37,7 +37,7 @@ def test_d2_docstrings_are_keras_s(path):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
-def test_d7_index_and_device_not_rank_and_worker(path):
+def test_index_and_device_not_rank_and_worker(path):
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -50,7 +50,7 @@ def test_d7_index_and_device_not_rank_and_worker(path):
             assert not re.fullmatch(r"\w+_rank|rank_\w+", name), name
 
 
-def test_d3_devices_and_their_count():
+def test_devices_and_their_count():
     devices = distribution.list_devices()
     assert len(devices) == distribution.get_device_count() > 1
     assert distribution.list_devices("cpu") == devices
@@ -58,7 +58,7 @@ def test_d3_devices_and_their_count():
     assert len(set(devices)) == len(devices)
 
 
-def test_d5_one_mesh_one_layout_one_distribution():
+def test_one_mesh_one_layout_one_distribution():
     """No second kind of any of them: they are Keras's by inheritance."""
     for name in ("DeviceMesh", "TensorLayout", "LayoutMap", "ModelParallel"):
         own, plain = (
@@ -71,7 +71,7 @@ def test_d5_one_mesh_one_layout_one_distribution():
     assert isinstance(parallel.device_mesh, keras.distribution.DeviceMesh)
 
 
-def test_d11_symbolic_tensors_pass():
+def test_symbolic_tensors_pass():
     layout = distribution.TensorLayout(
         (None, "model"), harness.mesh(harness.fitted((1, 2)))
     )

@@ -1,7 +1,7 @@
-"""What was claimed of the wrapper, row by row, in the form that is true.
+"""What a sharded model holds, computes and offers, against one device.
 
-A claim that is wrong in theory stands here as what holds instead. The
-reference is a model of its own on one device.
+The reference is a model of its own on one device. README.md of this folder
+names the row that each test shows.
 """
 
 import gc
@@ -128,7 +128,7 @@ def local(array):
 
 
 @WORLDS
-def test_a1_bytes_of_split_variables(shape):
+def test_bytes_of_split_variables(shape):
     split = [r for r in rows_of(wrapped(shape), "weight") if r.is_split]
     assert {"up/kernel", "up/bias", "down/kernel"} <= {r.path for r in split}
     names = distribution.list_devices()[: shape[0]]
@@ -137,7 +137,7 @@ def test_a1_bytes_of_split_variables(shape):
 
 
 @WORLDS
-def test_a2_bytes_of_the_model(shape):
+def test_bytes_of_the_model(shape):
     model = wrapped(shape)
     info = model.get_parallelism_info()
     assert info["total_bytes"] == 4 * model.count_params()
@@ -148,7 +148,7 @@ def test_a2_bytes_of_the_model(shape):
 
 
 @WORLDS
-def test_a3_slots_are_laid_out_like_their_variable(shape):
+def test_slots_are_laid_out_like_their_variable(shape):
     model = wrapped(shape)
     model.train_on_batch(*data())
     weights = {r.path.replace("/", "_"): r for r in rows_of(model, "weight")}
@@ -163,7 +163,7 @@ def test_a3_slots_are_laid_out_like_their_variable(shape):
 
 
 @WORLDS
-def test_a4_no_hidden_copy(shape):
+def test_no_hidden_copy(shape):
     harness.mesh(shape, ["model"])
     model = pair()
     model.train_on_batch(*data())
@@ -178,7 +178,7 @@ def test_a4_no_hidden_copy(shape):
 
 @WORLDS
 @pytest.mark.parametrize("name", ["up", "down"])
-def test_a5_each_part_is_used(name, shape):
+def test_each_part_is_used(name, shape):
     model = wrapped(shape)
     x, _ = data()
     before = model.predict(x, verbose=0)
@@ -195,7 +195,7 @@ def test_a5_each_part_is_used(name, shape):
 
 
 @WORLDS
-def test_a6_inputs_are_whole_on_every_device(shape):
+def test_inputs_are_whole_on_every_device(shape):
     model = wrapped(shape)
     x, _ = data()
     current = model_state.distribution_of(model)
@@ -211,7 +211,7 @@ def test_a6_inputs_are_whole_on_every_device(shape):
 
 
 @WORLDS
-def test_a7_the_user_sees_the_whole_output(shape):
+def test_the_user_sees_the_whole_output(shape):
     x, _ = data()
     want = pair().predict(x, verbose=0)
     model = wrapped(shape)
@@ -223,13 +223,13 @@ def test_a7_the_user_sees_the_whole_output(shape):
 
 
 @WORLDS
-def test_a8_forward_is_one_all_reduce(shape):
+def test_forward_is_one_all_reduce(shape):
     x, _ = data()
     assert counts(wrapped(shape), x) == {"all_reduce": (1, BATCH * OUTPUTS * 4)}
 
 
 @WORLDS
-def test_a9_backward_is_one_all_reduce_of_the_input_gradient(shape):
+def test_backward_is_one_all_reduce_of_the_input_gradient(shape):
     assert counts(wrapped(shape), *data()) == {
         # The pair's output, and the gradient of its input.
         "all_reduce": (2, BATCH * (OUTPUTS + FEATURES + 1) * 4)
@@ -237,7 +237,7 @@ def test_a9_backward_is_one_all_reduce_of_the_input_gradient(shape):
 
 
 @WORLDS
-def test_a10_gradients_put_together(shape):
+def test_gradients_put_together(shape):
     """A step of plain gradient descent at rate 1 subtracts the gradient."""
 
     def gradients(model):
@@ -254,7 +254,7 @@ def test_a10_gradients_put_together(shape):
 
 
 @WORLDS
-def test_a11_ten_steps_of_adam(shape):
+def test_ten_steps_of_adam(shape):
     plain, model = pair(), wrapped(shape)
     want = [plain.train_on_batch(*data())[0] for _ in range(STEPS)]
     got = [model.train_on_batch(*data())[0] for _ in range(STEPS)]
@@ -266,7 +266,7 @@ def test_a11_ten_steps_of_adam(shape):
 
 
 @WORLDS
-def test_a12_the_training_api_is_that_of_keras(shape):
+def test_the_training_api_is_that_of_keras(shape):
     x, y = data()
 
     def use(model):
@@ -304,7 +304,7 @@ def test_a12_the_training_api_is_that_of_keras(shape):
         )
 
 
-def test_a13_the_devices_that_exist():
+def test_the_devices_that_exist():
     model = TensorParallelKeras(pair())
     names = distribution.list_devices()
     assert list(model.device_ids) == names
@@ -321,7 +321,7 @@ def test_a13_the_devices_that_exist():
         ({"distributed_backend": "mpi"}, "`distributed_backend`"),
     ],
 )
-def test_a14_what_is_not_there_is_a_value_error(arguments, named):
+def test_what_is_not_there_is_a_value_error(arguments, named):
     with pytest.raises(ValueError, match=named):
         TensorParallelKeras(pair(), **arguments)
 
@@ -332,7 +332,7 @@ def test_a14_what_is_not_there_is_a_value_error(arguments, named):
     ["auto", "jax", "tensorflow", "torch", "pytorch", "gloo", "nccl"]
     + ["horovod", "fallback"],
 )
-def test_a15_a_backend_communicates_or_raises(name, shape):
+def test_a_backend_communicates_or_raises(name, shape):
     harness.mesh(shape, ["model"])
     runs = {"auto", BACKEND}
     if BACKEND == "torch":
@@ -348,7 +348,7 @@ def test_a15_a_backend_communicates_or_raises(name, shape):
 
 
 @WORLDS
-def test_a16_each_device_contributes_to_what_is_communicated(shape):
+def test_each_device_contributes_to_what_is_communicated(shape):
     """A part that is zeroed is missing from the sum on every device."""
     model = wrapped(shape)
     x, _ = data()
@@ -403,7 +403,7 @@ def shared():
 @pytest.mark.parametrize(
     "build", [sequential, pair, Subclassed, nested, shared]
 )
-def test_a18_models_of_every_kind(build, shape):
+def test_models_of_every_kind(build, shape):
     harness.mesh(shape, ["model"])
     x, y = data()
 
@@ -445,7 +445,7 @@ KINDS = {
 
 @WORLDS
 @pytest.mark.parametrize("kind", KINDS)
-def test_a19_split_or_whole_for_a_reason(kind, shape):
+def test_split_or_whole_for_a_reason(kind, shape):
     harness.mesh(shape, ["model"])
     case = zoo.CASES[KINDS[kind]]
     x, _ = harness.data_of(case)
@@ -468,7 +468,7 @@ def test_a19_split_or_whole_for_a_reason(kind, shape):
 
 @WORLDS
 @pytest.mark.parametrize("name", ["bert", "gpt2", "roberta", "opt", "llama"])
-def test_a20_models_of_keras_hub(name, shape):
+def test_models_of_keras_hub(name, shape):
     harness.mesh(shape, ["model"])
     case = zoo.CASES[name]
     x, _ = harness.data_of(case)
@@ -480,7 +480,7 @@ def test_a20_models_of_keras_hub(name, shape):
 
 
 @WORLDS
-def test_a22_the_plan_is_the_same_each_time_and_can_be_read(shape):
+def test_the_plan_is_the_same_each_time_and_can_be_read(shape):
     mesh = harness.mesh(shape, ["model"])
     plans = [distribution.plan_sharding(pair(), mesh) for _ in range(2)]
     assert plans[0].to_json() == plans[1].to_json()
@@ -496,7 +496,7 @@ def test_a22_the_plan_is_the_same_each_time_and_can_be_read(shape):
 
 
 @WORLDS
-def test_a23_a_layout_of_ones_own_for_a_path(shape):
+def test_a_layout_of_ones_own_for_a_path(shape):
     mesh = harness.mesh(shape, ["model"])
     x, y = data()
     plain = pair()
@@ -514,7 +514,7 @@ def test_a23_a_layout_of_ones_own_for_a_path(shape):
 
 
 @WORLDS
-def test_a25_names_paths_files_and_graph(shape, tmp_path):
+def test_names_paths_files_and_graph(shape, tmp_path):
     keras.utils.clear_session()
     plain = pair()
     plain.save_weights(harness.own_folder(tmp_path) / "plain.weights.h5")

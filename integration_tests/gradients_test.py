@@ -1,6 +1,6 @@
-"""What was claimed of gradients, in the form that is true.
+"""Gradients: what is summed, what is clipped, and what devices hold.
 
-Rows that other tests show already are listed in README.md of this folder.
+README.md of this folder names the row that each test shows.
 """
 
 import functools
@@ -39,7 +39,7 @@ def of_one_device(name):
 
 @SHAPES
 @pytest.mark.parametrize("name", LAYERS)
-def test_b9_clipped_gradients_of_every_kind_of_layer(name, shape):
+def test_clipped_gradients_of_every_kind_of_layer(name, shape):
     """Rows A.10 and B.9: put together they are those of one device."""
     case = zoo.CASES[name]
     want = of_one_device(name)
@@ -56,7 +56,7 @@ def test_b9_clipped_gradients_of_every_kind_of_layer(name, shape):
 
 
 @harness.shapes((2,), (4,))
-def test_b1_b2_what_is_reported_is_what_lies_there(shape):
+def test_what_is_reported_is_what_lies_there(shape):
     """Also after a variable was moved behind the report's back."""
     harness.mesh(shape, ["model"])
     case = zoo.CASES["mlp"]
@@ -85,7 +85,7 @@ def test_b1_b2_what_is_reported_is_what_lies_there(shape):
 
 
 @harness.shapes((1, 2), (1, 4))
-def test_b3_b6_tensor_parallelism_gathers_and_scatters_nothing(shape):
+def test_tensor_parallelism_gathers_and_scatters_nothing(shape):
     case = zoo.CASES["multi_head_attention"]
     x, y = harness.data_of(case)
     with harness.model_parallel(case.layouts, shape).scope():
