@@ -63,6 +63,21 @@ class Hook(
         return owner
 
 
+def backend_row(module):
+    """Returns the row that makes a module the backend of `keras.distribution`.
+
+    Args:
+        module: The `distribution_lib` of one of keras_tp's backends. Keras has
+            `None` on torch, and a prototype on TensorFlow.
+    """
+    return Hook(
+        "keras.src.distribution.distribution_lib",
+        "distribution_lib",
+        lambda original: module,
+        "plain keras.distribution has a backend",
+    )
+
+
 def check_keras_version():
     """Raises `ImportError` unless this Keras is one the hooks were made for."""
     version = tuple(int(part) for part in keras.__version__.split(".")[:2])

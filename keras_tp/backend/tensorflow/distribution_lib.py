@@ -5,12 +5,14 @@ CONTRIBUTING.md lists for every backend.
 """
 
 import os
+import sys
 
 import tensorflow as tf
 from keras.src.backend.tensorflow import distribution_lib as keras_lib
 from keras.src.distribution.distribution_lib import distribution
 from tensorflow.experimental import dtensor
 
+from keras_tp.backend.hooks import backend_row
 from keras_tp.backend.processes import commands
 from keras_tp.backend.processes import supervisor
 from keras_tp.backend.tensorflow import batches
@@ -124,7 +126,7 @@ def activate():
 
 def hook_table():
     """Returns the rows of TensorFlow's hook table."""
-    return hooks.TABLE
+    return [backend_row(sys.modules[__name__]), *hooks.TABLE]
 
 
 def is_tracing():

@@ -133,7 +133,7 @@ def test_keras_finds_here_what_its_own_module_lacks():
     assert dtensor.fetch_layout(placed) == layout.backend_layout
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(placed), array)
     # Keras asks for these only where there are several processes.
-    keras_lib = keras.src.backend.distribution_lib
+    keras_lib = keras.src.distribution.distribution_lib.distribution_lib
     assert (keras_lib.num_processes(), keras_lib.process_id()) == (1, 0)
     with pytest.raises(ValueError, match="Received"):
         api.initialize("localhost:1", num_processes=2, process_id=0)

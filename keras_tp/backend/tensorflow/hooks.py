@@ -15,23 +15,10 @@ from keras_tp.backend.tensorflow import variables
 from keras_tp.backend.tensorflow.ops import generation
 from keras_tp.backend.tensorflow.ops import table
 
-_LIB = "keras.src.backend.tensorflow.distribution_lib"
 _VARIABLE = "keras.src.backend.tensorflow.core:Variable"
 _TRAINER = "keras.src.backend.tensorflow.trainer:TensorFlowTrainer"
 _OPTIMIZER = "keras.src.backend.tensorflow.optimizer:TFOptimizer"
 _LOSS_SCALE = "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer"
-
-
-def _ours(name):
-    """Returns a hook that puts this backend's function of a name there."""
-
-    def hook(original):
-        # Late: that module imports this one.
-        from keras_tp.backend.tensorflow import distribution_lib
-
-        return getattr(distribution_lib, name)
-
-    return hook
 
 
 def _hook_print_msg(original):
@@ -69,31 +56,6 @@ TABLE = [
     *callbacks.files_table(processes),
     *data_shards.table(processes),
     *one_writer.table(processes, _is_distributed),
-    *(
-        Hook(
-            _LIB,
-            name,
-            _ours(name),
-            "keras.distribution finds what its prototype on TensorFlow lacks",
-            adds=True,
-        )
-        for name in (
-            "get_device_count",
-            "initialize",
-            "num_processes",
-            "process_id",
-            "distribute_tensor",
-        )
-    ),
-    *(
-        Hook(
-            _LIB,
-            name,
-            _ours(name),
-            "Keras's meshes and layouts become those of DTensor",
-        )
-        for name in ("_to_backend_mesh", "_to_backend_layout")
-    ),
     Hook(
         _VARIABLE,
         "_initialize",

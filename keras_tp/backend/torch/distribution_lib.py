@@ -6,10 +6,12 @@ are those that CONTRIBUTING.md lists for every backend.
 """
 
 import contextlib
+import sys
 
 import torch
 from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend.hooks import backend_row
 from keras_tp.backend.torch import batches
 from keras_tp.backend.torch import collective_counter
 from keras_tp.backend.torch import hooks
@@ -120,7 +122,7 @@ def activate():
 
 def hook_table():
     """Returns the rows of torch's hook table."""
-    return hooks.TABLE
+    return [backend_row(sys.modules[__name__]), *hooks.TABLE]
 
 
 def is_tracing():

@@ -208,12 +208,6 @@ def _is_distributed(model):
     )
 
 
-def _distribution_lib(original):
-    from keras_tp.backend.torch import distribution_lib
-
-    return distribution_lib
-
-
 _VARIABLE = "keras.src.backend.torch.core:Variable"
 _TRAINER = "keras.src.backend.torch.trainer:TorchTrainer"
 _EPOCH = "keras.src.backend.torch.trainer:TorchEpochIterator"
@@ -221,12 +215,6 @@ _DTENSOR = "torch.distributed.tensor:DTensor"
 _STATE = "keras_tp.backend.torch.ops.table:dtensor_state"
 
 TABLE = [
-    Hook(
-        "keras.src.distribution.distribution_lib",
-        "distribution_lib",
-        _distribution_lib,
-        "plain keras.distribution has a backend (Keras has None on torch)",
-    ),
     Hook(
         _VARIABLE,
         "_initialize",
