@@ -86,8 +86,6 @@ def test_frameworks_are_imported_by_their_backend_only(path):
         root = module.split(".")[0]
         if root in FRAMEWORKS:
             assert root.removesuffix("lib").removesuffix("_xla") == own, module
-        if inside[0] == "backend":
-            assert not module.startswith("keras_tp.distribution"), module
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)

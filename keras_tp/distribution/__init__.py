@@ -9,11 +9,11 @@ from keras_tp.distribution.distribution_lib import get_device_count
 from keras_tp.distribution.distribution_lib import initialize
 from keras_tp.distribution.distribution_lib import list_devices
 from keras_tp.distribution.distribution_lib import set_distribution
-from keras_tp.distribution.planning.plan import ShardingPlan
-from keras_tp.distribution.planning.planner import plan_sharding
 from keras_tp.distribution.planning.rules import register_rule
 from keras_tp.distribution.report import count_collectives
 from keras_tp.distribution.report import describe
 from keras_tp.distribution.sharded_model import distribute_model
+from keras_tp.distribution.sharding_plan import ShardingPlan
+from keras_tp.distribution.sharding_plan import plan_sharding
 from keras_tp.distribution.tensor_parallel import TensorParallel
 from keras_tp.distribution.verification import verify

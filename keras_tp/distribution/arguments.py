@@ -89,9 +89,6 @@ def check_model(value, function):
 
 def _instead_of(value):
     """Returns the sentence that says how to use a value, or nothing."""
-    # Imported late: a plan knows layout maps, which are checked here.
-    from keras_tp.distribution.planning.plan import ShardingPlan
-
     if inspect.isclass(value) and issubclass(value, keras_lib.Distribution):
         made = {
             "ModelParallel": "ModelParallel(layout_map=layout_map)",
@@ -104,8 +101,8 @@ def _instead_of(value):
         )
     if isinstance(value, keras_lib.LayoutMap):
         return "Write `ModelParallel(layout_map=layout_map)`. "
-    if isinstance(value, ShardingPlan):
-        return "Write `TensorParallel(plan=plan)`. "
+    if hasattr(value, "how_to_use"):
+        return f"{value.how_to_use} "
     if isinstance(value, keras_lib.Distribution):
         return "Write `distribution.device_mesh`. "
     if isinstance(value, Layer):

@@ -5,7 +5,6 @@ framework in use is the business of `keras_tp.backend`.
 """
 
 import functools
-import os
 import warnings
 
 from keras import tree
@@ -15,6 +14,7 @@ from keras.src.distribution import distribution_lib as keras_lib
 
 from keras_tp import backend
 from keras_tp.backend import hooks
+from keras_tp.backend.processes import supervisor
 from keras_tp.distribution import arguments
 from keras_tp.distribution import derived_variables
 from keras_tp.distribution import model_hooks
@@ -86,15 +86,8 @@ def initialize(job_addresses=None, num_processes=None, process_id=None):
         RuntimeError: if a process does not come within the seconds that
             `KERAS_TP_TIMEOUT` says, by default 45.
     """
-    env = os.environ
-    if job_addresses is None:
-        job_addresses = env.get("KERAS_DISTRIBUTION_JOB_ADDRESSES")
-    if num_processes is None and "KERAS_DISTRIBUTION_NUM_PROCESSES" in env:
-        num_processes = int(env["KERAS_DISTRIBUTION_NUM_PROCESSES"])
-    if process_id is None and "KERAS_DISTRIBUTION_PROCESS_ID" in env:
-        process_id = int(env["KERAS_DISTRIBUTION_PROCESS_ID"])
     backend.distribution_lib.initialize(
-        job_addresses, num_processes, process_id
+        *supervisor.place_in_run(job_addresses, num_processes, process_id)
     )
 
 

@@ -11,6 +11,7 @@ from keras.src.utils.dtype_utils import dtype_size
 
 from keras_tp.distribution import arguments
 from keras_tp.distribution.tensor_layout import as_layout
+from keras_tp.distribution.tensor_layout import format_bytes
 from keras_tp.distribution.variable_origin import SEED
 from keras_tp.distribution.variable_origin import WEIGHT
 from keras_tp.distribution.variable_origin import origin_of
@@ -293,14 +294,6 @@ def variable_bytes(variable):
     bits = dtype_size(variable._dtype)
     # Arrays keep small types, such as bool, in a byte each.
     return math.prod(variable.shape) * max(bits // 8, 1)
-
-
-def format_bytes(size):
-    """Returns a number of bytes as text, such as `"1.50 MiB"`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.2f} {unit}" if unit != "B" else f"{size} B"
-        size /= 1024
 
 
 def _matches_without_root(pattern, path, root):

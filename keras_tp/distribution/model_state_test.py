@@ -61,10 +61,8 @@ def test_a_model_of_several_inputs_is_planned_as_it_is_called():
         model = TwoInputs()
     outputs = model(X, ids=IDS)
     assert_planned(model, distribution)
-    assert distribution.plan[model.up.kernel.path].layout_axes == (
-        None,
-        "model",
-    )
+    axes = distribution.plan[model.up.kernel.path].layout_axes
+    assert axes == (None, "model"), str(distribution.plan)
     assert keras.ops.shape(outputs) == (4, 5, 8)
 
 

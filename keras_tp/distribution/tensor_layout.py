@@ -151,3 +151,11 @@ def check_layout(layout, shape, what):
                 f"would divide: {', '.join(near)}. Change either, or put None "
                 f"there to replicate it. Received: axes={layout.axes}"
             )
+
+
+def format_bytes(size):
+    """Returns a number of bytes as text, such as `"1.50 MiB"`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.2f} {unit}" if unit != "B" else f"{size} B"
+        size /= 1024

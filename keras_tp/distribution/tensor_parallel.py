@@ -8,19 +8,21 @@ from keras_tp.distribution import arguments
 from keras_tp.distribution import derived_variables
 from keras_tp.distribution import distribution_lib
 from keras_tp.distribution import optimizer_slots
+from keras_tp.distribution import sharded_model
 from keras_tp.distribution import variable_origin
 from keras_tp.distribution.device_mesh import warn_if_unsplit
 from keras_tp.distribution.distribution_lib import Distribution
 from keras_tp.distribution.distribution_lib import ModelParallel
 from keras_tp.distribution.layout_map import LARGE_VARIABLE_BYTES
 from keras_tp.distribution.layout_map import LayoutMap
-from keras_tp.distribution.layout_map import format_bytes
 from keras_tp.distribution.layout_map import variable_bytes
 from keras_tp.distribution.planning import model_inputs
 from keras_tp.distribution.planning import planner
 from keras_tp.distribution.planning.model_inputs import NoPlanError
-from keras_tp.distribution.planning.plan import ShardingPlan
+from keras_tp.distribution.sharding_plan import ShardingPlan
+from keras_tp.distribution.sharding_plan import plan_sharding
 from keras_tp.distribution.tensor_layout import TensorLayout
+from keras_tp.distribution.tensor_layout import format_bytes
 
 
 class TensorParallel(ModelParallel):
@@ -190,7 +192,7 @@ class TensorParallel(ModelParallel):
         """
         if self._is_given:
             return
-        self.plan = planner.plan_sharding(
+        self.plan = plan_sharding(
             model,
             self.device_mesh,
             overrides={
@@ -293,6 +295,9 @@ class TensorParallel(ModelParallel):
             )
 
 
+ShardingPlan._distribution_class = TensorParallel
+
+
 def _check_plan(plan, device_mesh, overrides):
     if not isinstance(plan, ShardingPlan):
         raise ValueError(
@@ -332,9 +337,6 @@ def _largest_dim_split(shape, device_mesh):
 
 def _move_to_plan(model, distribution):
     """Moves each weight, and its slots, to its planned layout."""
-    # Imported late: moving a model needs the hooks, which know distributions.
-    from keras_tp.distribution import sharded_model
-
     lib = backend.distribution_lib
     planned = sharded_model.planned_layouts(model, distribution)
     for variable, made, layout in planned:

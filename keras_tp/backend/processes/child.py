@@ -11,6 +11,7 @@ import sys
 
 from keras_tp.backend.processes import commands
 from keras_tp.backend.processes import error_propagation
+from keras_tp.backend.processes import supervisor
 
 
 def main(argv):
@@ -21,11 +22,12 @@ def main(argv):
     """
     error_propagation.report_to_launcher()
     # Keras, and the backend that it picks, take seconds to import.
-    from keras_tp import distribution
+    from keras_tp import backend
 
-    distribution.initialize()
+    lib = backend.distribution_lib
+    lib.initialize(*supervisor.place_in_run())
     wanted = int(os.environ.get(error_propagation.DEVICES, 0))
-    found = distribution.list_devices()
+    found = lib.list_devices()
     if len(found) < wanted:
         raise ValueError(
             f"{wanted} devices were asked for, and the processes have "

@@ -31,6 +31,23 @@ _SIGNAL_S = 8.0
 
 _RUNNER = "keras_tp.backend.processes.child"
 
+# The variables that tell a process of which run it is.
+ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
+COUNT = "KERAS_DISTRIBUTION_NUM_PROCESSES"
+INDEX = "KERAS_DISTRIBUTION_PROCESS_ID"
+
+
+def place_in_run(job_addresses=None, num_processes=None, process_id=None):
+    """Returns the arguments of `initialize`, from the environment if `None`."""
+    given = os.environ
+    if job_addresses is None:
+        job_addresses = given.get(ADDRESSES)
+    if num_processes is None and COUNT in given:
+        num_processes = int(given[COUNT])
+    if process_id is None and INDEX in given:
+        process_id = int(given[INDEX])
+    return job_addresses, num_processes, process_id
+
 
 class Process(
     collections.namedtuple("Process", ["index", "command", "environment"])
@@ -138,9 +155,9 @@ def _processes(plan, argv, environment):
             index=first + local,
             command=[sys.executable, "-m", _RUNNER, *argv],
             environment={
-                "KERAS_DISTRIBUTION_JOB_ADDRESSES": addresses,
-                "KERAS_DISTRIBUTION_NUM_PROCESSES": str(plan.processes),
-                "KERAS_DISTRIBUTION_PROCESS_ID": str(first + local),
+                ADDRESSES: addresses,
+                COUNT: str(plan.processes),
+                INDEX: str(first + local),
                 error_propagation.DEVICES: str(plan.devices),
                 **environment(plan.devices // plan.processes, local),
             },

@@ -3,7 +3,7 @@
 import html
 import itertools
 
-from keras_tp.distribution.layout_map import format_bytes
+from keras_tp.distribution.tensor_layout import format_bytes
 
 _STYLE = """
 body { font: 14px/1.4 system-ui, sans-serif; margin: 2em auto; max-width: 70em;

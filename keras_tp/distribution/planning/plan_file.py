@@ -55,6 +55,36 @@ def read(text):
     return data
 
 
+def text(plan):
+    """Returns a plan as text: one line for each variable and sum.
+
+    Args:
+        plan: `ShardingPlan`.
+    """
+    mesh = plan.device_mesh
+    head = {
+        "format": FORMAT_VERSION,
+        "model": plan.model_name,
+        "mesh": {
+            "shape": list(mesh.shape),
+            "axis_names": list(mesh.axis_names),
+        },
+        "axis": plan.axis,
+        "without_rule": dict(sorted(plan.without_rule.items())),
+        "activations": plan.activations,
+        "split_outputs": plan.split_outputs,
+    }
+    lists = {
+        "variables": [row._asdict() for row in plan.variables],
+        "reductions": [row._asdict() for row in plan.reductions],
+    }
+    lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
+    for name, listed in lists.items():
+        body = ",\n".join(f"  {json.dumps(row)}" for row in listed)
+        lines.append(f"{json.dumps(name)}: [\n{body}\n ]")
+    return "{\n " + ",\n ".join(lines) + "\n}\n"
+
+
 def with_digest(text):
     """Returns the text of a plan with a digest as its last field.
 

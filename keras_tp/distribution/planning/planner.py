@@ -1,17 +1,12 @@
-"""A model, a mesh and what the user overrides, made into a plan."""
+"""The graph of a model, a mesh and overrides, made into a plan."""
 
 import re
 
-from keras import Layer
-
-from keras_tp.distribution import arguments
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning import rules_math  # noqa: F401
 from keras_tp.distribution.planning import rules_nn  # noqa: F401
 from keras_tp.distribution.planning import rules_shape  # noqa: F401
 from keras_tp.distribution.planning import solver
-from keras_tp.distribution.planning import trace
-from keras_tp.distribution.planning.plan import ShardingPlan
 from keras_tp.distribution.planning.plan_rows import PlannedReduction
 from keras_tp.distribution.planning.plan_rows import PlannedVariable
 from keras_tp.distribution.tensor_layout import TensorLayout
@@ -23,59 +18,14 @@ BATCH_AXES = ("batch", "data")
 MODEL_AXIS = "model"
 
 
-def plan_sharding(
-    model_or_build_fn, device_mesh, input_spec=None, overrides=None
-):
-    """Plans how the variables of a model are split over a mesh.
-
-    The plan follows from the model's dataflow, not from names. It is the same
-    on every backend and in every run. Variables are split over the mesh axis
-    `"model"` (the last axis if none has that name; never one that is called
-    `"batch"` or `"data"`).
-
-    Example:
-
-    ```python
-    mesh = DeviceMesh((1, 4), ["batch", "model"])
-    plan = plan_sharding(build_model, mesh)
-    with plan.distribution().scope():
-        model = build_model()
-    ```
+def plan_graph(graph, device_mesh, overrides=None):
+    """Returns what a `ShardingPlan` is made of, beside its mesh, as a dict.
 
     Args:
-        model_or_build_fn: Keras model, or a function that builds one. Of the
-            latter no weights are allocated, and name counters, random state
-            and global state are as before, so that the model that is built
-            next has the paths of the plan.
-        device_mesh: `DeviceMesh`. Its devices need not exist.
-        input_spec: Structure of shape tuples or `KerasTensor`s, the model's
-            inputs. Defaults to `None`, for a model that knows its own.
-        overrides: Dict of path, or pattern that matches whole paths, to a
-            tuple of mesh axes and `None`s, one for each dim. What has to be
-            split together with an overridden dim follows. Defaults to `None`.
-
-    Returns:
-        A `ShardingPlan`.
-
-    Raises:
-        ValueError: if the model's inputs are not known, or an override cannot
-            hold.
+        graph: `Graph`.
+        device_mesh: `DeviceMesh`.
+        overrides: Dict, as `plan_sharding` takes it. Defaults to `None`.
     """
-    arguments.check_mesh(device_mesh)
-    if isinstance(model_or_build_fn, Layer):
-        graph = trace.trace(model_or_build_fn, input_spec)
-    elif callable(model_or_build_fn):
-        graph = trace.trace_build(model_or_build_fn, input_spec)
-    else:
-        raise ValueError(
-            "`plan_sharding` takes a Keras model or a function that builds "
-            f"one. Received: {model_or_build_fn}"
-        )
-    return plan_graph(graph, device_mesh, overrides)
-
-
-def plan_graph(graph, device_mesh, overrides=None):
-    """As `plan_sharding`, of a `Graph`."""
     axis = model_axis(device_mesh)
     sizes = dict(zip(device_mesh.axis_names, device_mesh.shape))
     count = sizes[axis] if axis else 1
@@ -106,9 +56,8 @@ def plan_graph(graph, device_mesh, overrides=None):
                 obstacles=tuple(choice.obstacles),
             )
         )
-    return ShardingPlan(
+    return dict(
         model_name=graph.name,
-        device_mesh=device_mesh,
         axis=axis,
         variables=variables,
         reductions=[

@@ -1,18 +1,25 @@
 """What a planner decided: layouts, why, and what they cost."""
 
 import functools
-import io
-import json
 import math
 import re
 
+from keras import Layer
+
+from keras_tp.backend.saving import atomic_files
+from keras_tp.distribution import arguments
+from keras_tp.distribution.device_mesh import DeviceMesh
+from keras_tp.distribution.distribution_lib import list_devices
 from keras_tp.distribution.layout_map import LayoutMap
-from keras_tp.distribution.layout_map import format_bytes
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning import page
 from keras_tp.distribution.planning import plan_file
 from keras_tp.distribution.planning import plan_rows
+from keras_tp.distribution.planning import plan_table
+from keras_tp.distribution.planning import planner
+from keras_tp.distribution.planning import trace
 from keras_tp.distribution.tensor_layout import axis_size
+from keras_tp.distribution.tensor_layout import format_bytes
 
 
 class ShardingPlan:
@@ -36,6 +43,11 @@ class ShardingPlan:
         without_rule: Dict of each kind of operation or layer that the planner
             has no rule for to the path of the first.
     """
+
+    # What an error says to whom passes a plan where something else is due.
+    how_to_use = "Write `TensorParallel(plan=plan)`."
+    # `TensorParallel`, which its module sets: it imports this one.
+    _distribution_class = None
 
     def __init__(
         self,
@@ -84,20 +96,9 @@ class ShardingPlan:
         split = sum(row.nbytes for row in matrices if row.is_split)
         return split / total if total else 1
 
-    @property
-    def batch_axis(self):
-        """The first axis of the mesh that splits batches, or `None`."""
-        for name in ("batch", "data"):
-            if name in self.device_mesh.axis_names:
-                return name
-        return None
-
     def distribution(self):
         """Returns a `TensorParallel` distribution with these layouts."""
-        # Imported late: distributions are made of plans, not plans of them.
-        from keras_tp.distribution.tensor_parallel import TensorParallel
-
-        return TensorParallel(plan=self)
+        return self._distribution_class(plan=self)
 
     # -- predictions ---------------------------------------------------------
 
@@ -166,7 +167,7 @@ class ShardingPlan:
 
     @property
     def _replicas(self):
-        return axis_size(self.device_mesh, self.batch_axis)
+        return axis_size(self.device_mesh, planner.batch_axis(self.device_mesh))
 
     def _sum(self, sizes, batch_size, sequence_length):
         if sequence_length is None and any(size.length for size in sizes):
@@ -273,41 +274,7 @@ class ShardingPlan:
 
     def summary(self):
         """Returns a table: path, shape, layout, size on one device, why."""
-        # Imported late: only a printed plan needs it.
-        from rich.console import Console
-        from rich.table import Table
-
-        mesh = self.device_mesh
-        table = Table(title=f"Sharding plan of {self.model_name}")
-        for heading in ("variable", "shape", "layout"):
-            table.add_column(heading, overflow="fold")
-        table.add_column("MiB per device", justify="right")
-        table.add_column("why", overflow="fold")
-        for row in self.variables:
-            table.add_row(
-                row.path,
-                str(row.shape),
-                plan_rows.layout_text(row),
-                f"{self.device_bytes(row) / 2**20:.3f}",
-                row.why,
-            )
-        text = io.StringIO()
-        console = Console(file=text, width=120)
-        console.print(table)
-        total = sum(row.nbytes for row in self.variables)
-        held = sum(self.device_bytes(row) for row in self.variables)
-        console.print(
-            f"Mesh {dict(zip(mesh.axis_names, mesh.shape))}: each device holds "
-            f"{format_bytes(held)} of {format_bytes(total)}; "
-            f"{self.split_share:.1%} of the matrices are split; "
-            f"{len(self.reductions)} sums over the devices in a training step."
-        )
-        for kind, path in self.without_rule.items():
-            console.print(
-                f"No rule for {kind} (first in {path!r}): what it meets is "
-                "not split."
-            )
-        return text.getvalue().rstrip()
+        return plan_table.table(self)
 
     def __repr__(self):
         mesh = dict(zip(self.device_mesh.axis_names, self.device_mesh.shape))
@@ -323,28 +290,7 @@ class ShardingPlan:
 
     def to_json(self):
         """Returns the plan as text: one line for each variable and sum."""
-        mesh = self.device_mesh
-        head = {
-            "format": plan_file.FORMAT_VERSION,
-            "model": self.model_name,
-            "mesh": {
-                "shape": list(mesh.shape),
-                "axis_names": list(mesh.axis_names),
-            },
-            "axis": self.axis,
-            "without_rule": dict(sorted(self.without_rule.items())),
-            "activations": self.activations,
-            "split_outputs": self.split_outputs,
-        }
-        lists = {
-            "variables": [row._asdict() for row in self.variables],
-            "reductions": [row._asdict() for row in self.reductions],
-        }
-        lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
-        for name, listed in lists.items():
-            body = ",\n".join(f"  {json.dumps(row)}" for row in listed)
-            lines.append(f"{json.dumps(name)}: [\n{body}\n ]")
-        return "{\n " + ",\n ".join(lines) + "\n}\n"
+        return plan_file.text(self)
 
     def to_html(self, path):
         """Writes the plan as one self-contained HTML page.
@@ -425,20 +371,67 @@ class ShardingPlan:
         )
 
 
-def _replace(path, text):
-    # Imported late: planning needs no backend.
-    from keras_tp.backend.saving import atomic_files
+def plan_sharding(
+    model_or_build_fn, device_mesh, input_spec=None, overrides=None
+):
+    """Plans how the variables of a model are split over a mesh.
 
+    The plan follows from the model's dataflow, not from names. It is the same
+    on every backend and in every run. Variables are split over the mesh axis
+    `"model"` (the last axis if none has that name; never one that is called
+    `"batch"` or `"data"`).
+
+    Example:
+
+    ```python
+    mesh = DeviceMesh((1, 4), ["batch", "model"])
+    plan = plan_sharding(build_model, mesh)
+    with plan.distribution().scope():
+        model = build_model()
+    ```
+
+    Args:
+        model_or_build_fn: Keras model, or a function that builds one. Of the
+            latter no weights are allocated, and name counters, random state
+            and global state are as before, so that the model that is built
+            next has the paths of the plan.
+        device_mesh: `DeviceMesh`. Its devices need not exist.
+        input_spec: Structure of shape tuples or `KerasTensor`s, the model's
+            inputs. Defaults to `None`, for a model that knows its own.
+        overrides: Dict of path, or pattern that matches whole paths, to a
+            tuple of mesh axes and `None`s, one for each dim. What has to be
+            split together with an overridden dim follows. Defaults to `None`.
+
+    Returns:
+        A `ShardingPlan`.
+
+    Raises:
+        ValueError: if the model's inputs are not known, or an override cannot
+            hold.
+    """
+    arguments.check_mesh(device_mesh)
+    if isinstance(model_or_build_fn, Layer):
+        graph = trace.trace(model_or_build_fn, input_spec)
+    elif callable(model_or_build_fn):
+        graph = trace.trace_build(model_or_build_fn, input_spec)
+    else:
+        raise ValueError(
+            "`plan_sharding` takes a Keras model or a function that builds "
+            f"one. Received: {model_or_build_fn}"
+        )
+    return ShardingPlan(
+        device_mesh=device_mesh,
+        **planner.plan_graph(graph, device_mesh, overrides),
+    )
+
+
+def _replace(path, text):
     with atomic_files.replaced(path) as new:
         with open(new, "w", encoding="utf-8") as file:
             file.write(text)
 
 
 def _mesh_of_first_devices(shape, names):
-    # Imported late: distributions are made of plans.
-    from keras_tp.distribution.device_mesh import DeviceMesh
-    from keras_tp.distribution.distribution_lib import list_devices
-
     count, devices = math.prod(shape), list_devices()
     kind = devices[0].partition(":")[0]
     devices += [f"{kind}:{index}" for index in range(len(devices), count)]
