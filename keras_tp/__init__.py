@@ -1,6 +1,6 @@
 """Declarative tensor parallelism for Keras 3 on every distributed backend."""
 
-# Before Keras, which imports TensorFlow.
+# Before Keras is imported, because Keras imports TensorFlow.
 from keras_tp import startup  # isort: skip
 from keras_tp import distribution
 from keras_tp.distribution.distribution_lib import install

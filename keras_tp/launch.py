@@ -10,11 +10,11 @@ def main(argv=None):
     """Parses a command line and runs its script.
 
     Args:
-        argv: List of strings. Defaults to the process's own.
+        argv: List of strings. Defaults to the command line of the process.
     """
     parser = argparse.ArgumentParser(
         prog="python -m keras_tp.launch",
-        # A script may have options that begin like these.
+        # A script's own options may be prefixes of these.
         allow_abbrev=False,
         description=(
             "Runs a script on several devices: virtual CPU devices in one "
@@ -79,7 +79,7 @@ def main(argv=None):
 
 
 def _problem(options):
-    """Returns what is wrong with the options; `None` if nothing is."""
+    """Returns the first error in the options, or `None`."""
     devices, hosts = options.devices, options.hosts
     for name in ("devices", "processes"):
         value = getattr(options, name)

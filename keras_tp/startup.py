@@ -1,10 +1,10 @@
 """Keeps the start-up messages of TensorFlow off the screen of a launched run.
 
 Keras imports TensorFlow on every backend if it is installed, for `tf.data`.
-TensorFlow's libraries write information to stderr before they read
-`TF_CPP_MIN_LOG_LEVEL`, so that variable alone does not keep it away.
+TensorFlow's libraries write to stderr before they read
+`TF_CPP_MIN_LOG_LEVEL`, so that variable alone does not hide the messages.
 
-This is imported before Keras, and imports neither Keras nor a framework.
+This module is imported before Keras, and imports neither Keras nor a framework.
 """
 
 import functools
@@ -24,21 +24,21 @@ _INFORMATION = re.compile(
 
 
 def silence_tensorflow():
-    """Drops what TensorFlow says at its start, in a launched process.
+    """Drops TensorFlow's start-up messages in a launched process.
 
-    Where there is a GPU, its warnings and errors are shown.
+    If there is an NVIDIA GPU, TensorFlow's warnings and errors are shown.
     `TF_CPP_MIN_LOG_LEVEL=0` shows everything.
     """
     if not _is_launched() or "tensorflow" in sys.modules:
         return
-    # Where there is no NVIDIA driver, it is no error that CUDA does not start.
+    # Without an NVIDIA driver, TensorFlow logs an error about CUDA: hide it.
     level = "1" if os.path.exists("/dev/nvidiactl") else "3"
     if os.environ.setdefault(_LEVEL, level) != "0":
         sys.meta_path.insert(0, _Finder)
 
 
 class _Finder:
-    """Finds TensorFlow, for an import without its start-up messages."""
+    """Import finder that loads TensorFlow without its start-up messages."""
 
     is_searching = False
 

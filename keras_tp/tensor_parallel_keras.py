@@ -1,7 +1,7 @@
-"""Tensor parallelism for a model that exists, in one call.
+"""Tensor parallelism for an existing model, in one call.
 
-Sugar: the plan is made by `TensorParallel`, the model is moved by
-`distribute_model`, and what is reported comes from `describe`.
+A thin wrapper: `TensorParallel` makes the plan, `distribute_model` moves the
+model, and `describe` makes the reports.
 """
 
 import types
@@ -18,7 +18,7 @@ from keras_tp.distribution.tensor_parallel import TensorParallel
 from keras_tp.distribution.variable_origin import SLOT
 from keras_tp.distribution.variable_origin import WEIGHT
 
-# What `distributed_backend` may say, and the Keras backend that it needs.
+# Values of `distributed_backend`, and the Keras backend that each needs.
 _KERAS_BACKENDS = {
     "jax": "jax",
     "tensorflow": "tensorflow",
@@ -28,7 +28,7 @@ _KERAS_BACKENDS = {
     "gloo": "torch",
 }
 
-# The libraries among them, with the devices whose tensors they move.
+# The values that are communication libraries, and their type of devices.
 _LIBRARIES = {"nccl": "GPUs", "gloo": "CPUs"}
 
 _REFUSED = {
@@ -43,10 +43,10 @@ _REFUSED = {
 
 
 class _IsSharded(type):
-    """Instances are the models that the class was called on.
+    """Makes `isinstance` true for the models that the class was called on.
 
-    A model keeps its own class, so whatever names that class, such as files,
-    configs, `clone_model` and pickles, names the plain one.
+    A model keeps its own class. Files, configs, `clone_model` and pickles
+    therefore name the plain class.
     """
 
     def __instancecheck__(cls, instance):
@@ -56,26 +56,28 @@ class _IsSharded(type):
 
 
 class TensorParallelKeras(metaclass=_IsSharded):
-    """Splits a model that exists, trained or not, over devices.
+    """Splits an existing model, trained or not, over devices.
 
-    The model is planned and moved in place, its weights, optimizer slots and
-    metrics one at a time, values unchanged. It comes back as **the same
-    object**: its class, paths, compile state, summary and files are those of
-    the plain model, and `isinstance` holds for its class and for this one. A
-    model that is loaded from its files is a plain one.
+    The call plans the model and moves it in place. Weights, optimizer slots,
+    metrics and random state move one at a time and keep their values. The
+    call returns **the same object**: its class, paths, compile state, summary
+    and files stay those of the plain model, and `isinstance` holds for its
+    class and for this one. A model that is loaded from its files is plain.
+
+    This is `distribute_model(model, TensorParallel(mesh))` for a mesh of one
+    axis. Use these two for overrides, for a second axis that splits the batch,
+    and to bring the model back to one device.
+
+    In a run of several processes, every process must call this and the two
+    methods.
+
+    Example:
 
     ```python
     model = keras.models.load_model("model.keras")
     model = TensorParallelKeras(model, world_size=4)
     model.fit(x, y)
     ```
-
-    It is `distribute_model(model, TensorParallel(mesh))` for a mesh of one
-    axis. Use these two for overrides, for a second axis that splits the batch,
-    and to bring the model back to one device.
-
-    Where there are several processes, every process calls this and the two
-    methods.
 
     Args:
         model: A built Keras model.
@@ -84,14 +86,14 @@ class TensorParallelKeras(metaclass=_IsSharded):
         device_ids: List of strings, such as `["gpu:0", "gpu:1"]`, as
             `list_devices()` spells them. Defaults to the first `world_size`
             of them.
-        distributed_backend: String. What moves the tensors is given by Keras's
-            backend; this only checks it. One of `"auto"`, which checks
-            nothing, `"jax"`, `"tensorflow"`, `"torch"` (or `"pytorch"`), and,
-            on torch, the library of the process group, `"nccl"` or `"gloo"`.
+        distributed_backend: String. Keras's backend determines how tensors
+            move; this argument only checks it. One of `"auto"` (no check),
+            `"jax"`, `"tensorflow"`, `"torch"` (or `"pytorch"`), and, on
+            torch, the library of the process group, `"nccl"` or `"gloo"`.
             Defaults to `"auto"`.
 
     Returns:
-        The same model, which has got these attributes:
+        The same model, with these attributes:
 
         - `world_size`: Int, as resolved by this call.
         - `device_ids`: Tuple of strings, as resolved by this call.
@@ -99,10 +101,10 @@ class TensorParallelKeras(metaclass=_IsSharded):
         - `get_gradient_sharding_info`: see below.
 
     Raises:
-        ValueError: if `model` is not a built Keras model; there are fewer
-            devices than asked for, or one is unknown or listed twice; or the
-            backend is unknown or not the one that runs. The model is then as
-            it was.
+        ValueError: if `model` is not a built Keras model; `world_size` exceeds
+            the number of devices; a device is unknown or listed twice; or
+            `distributed_backend` is unknown or not the one in use. The model
+            is then unchanged.
     """
 
     def __new__(
@@ -128,8 +130,7 @@ class TensorParallelKeras(metaclass=_IsSharded):
         if distributed_backend in _LIBRARIES:
             _check_library(distributed_backend, devices)
         distribute_model(model, TensorParallel(mesh))
-        # Past `Layer.__setattr__`, which would track them as parts of the
-        # model.
+        # `Layer.__setattr__` would track them as parts of the model.
         vars(model).update(
             world_size=len(devices),
             device_ids=tuple(devices),
@@ -143,7 +144,7 @@ class TensorParallelKeras(metaclass=_IsSharded):
         return model
 
     def get_parallelism_info(self):
-        """Reports how the weights lie on the devices.
+        """Reports how the weights are split over the devices.
 
         Returns:
             Dict, as `describe(model).to_dict()`, of the model's weights only.
@@ -151,14 +152,14 @@ class TensorParallelKeras(metaclass=_IsSharded):
         return _part_of_report(self, lambda row: row.role == WEIGHT)
 
     def get_gradient_sharding_info(self):
-        """Reports how what a gradient updates lies on the devices.
+        """Reports how trainable weights and optimizer slots are split.
 
-        A gradient is applied where its variable and the variable's slots are,
-        each device with its part of the three.
+        Each device applies its part of a gradient to its part of the variable
+        and of the variable's slots.
 
         Returns:
             Dict, as `describe(model).to_dict()`, of the trainable weights and
-            the state of the optimizer only.
+            the optimizer state only.
         """
         trainable = {variable.path for variable in self.trainable_weights}
         return _part_of_report(
@@ -196,7 +197,7 @@ def _check_backend(name):
 
 
 def _resolve_devices(world_size, device_ids):
-    """Returns the list of device names; those given are not looked up."""
+    """Returns the list of device names. Given names are not looked up."""
     if world_size is not None and (
         not isinstance(world_size, int)
         or isinstance(world_size, bool)

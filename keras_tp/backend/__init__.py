@@ -1,4 +1,4 @@
-"""The backend modules; the one in use is chosen by Keras's own setting."""
+"""The backend modules; `keras.config.backend()` selects the one in use."""
 
 import importlib
 
@@ -6,14 +6,14 @@ import keras
 
 from keras_tp.backend.processes import error_propagation
 
-# Before anything can fail that imports keras_tp.
+# Runs first, so that the launcher also shows errors of later imports.
 error_propagation.report_to_launcher()
 
 # A new backend is a folder of this package and a row here.
 SUPPORTED_BACKENDS = ("jax", "tensorflow", "torch")
 
 
-# What a backend's folder offers; see CONTRIBUTING.md.
+# The modules of every backend's folder; see CONTRIBUTING.md.
 _MODULES = ("distribution_lib", "communication")
 
 
@@ -24,8 +24,7 @@ def _load(module):
         module: String, one of `_MODULES`.
 
     Raises:
-        ValueError: if that backend has no distributed runtime that keras_tp
-            knows.
+        ValueError: if keras_tp does not support that backend.
     """
     name = keras.config.backend()
     if name not in SUPPORTED_BACKENDS:
@@ -41,7 +40,7 @@ def _load(module):
 
 def __getattr__(name):
     # Lazy, so that `import keras_tp` works (and patches nothing) on a
-    # backend that cannot distribute; the first use says so.
+    # backend that cannot distribute; the first use raises.
     if name in _MODULES:
         globals()[name] = _load(name)
         return globals()[name]
@@ -49,5 +48,5 @@ def __getattr__(name):
 
 
 if keras.config.backend() == "tensorflow":
-    # TensorFlow reads some settings once, when it first runs something.
+    # Sets options that TensorFlow reads once, at its first operation.
     _load("distribution_lib")

@@ -1,4 +1,4 @@
-"""The table of everything in Keras that is replaced while installed."""
+"""Hooks: attributes of Keras that are replaced while installed."""
 
 import collections
 import importlib
@@ -6,7 +6,7 @@ import sys
 
 import keras
 
-# Keras's versions whose attributes the hook tables were written against.
+# The hook tables name attributes of these Keras versions.
 MINIMUM_KERAS = (3, 15)
 NEXT_KERAS = (3, 16)
 
@@ -25,18 +25,18 @@ class Hook(
     """One row of a hook table.
 
     Args:
-        owner: String, `"module"`, `"module:Class"` or `"module:name.name"`,
-            that holds the attribute.
+        owner: String, the module or object that has the attribute:
+            `"module"`, `"module:Class"` or `"module:name.name"`.
         attribute: String, name of the attribute.
-        replace: Callable that is given the original and returns what takes
-            its place.
+        replace: Callable that takes the original attribute and returns its
+            replacement.
         why: String that ends the sentence "hooked so that ...".
-        adds: Boolean. Whether the attribute may be absent, as where Keras's
-            module for a backend lacks a function that others have; then
-            `replace` is given `None`. Defaults to `False`.
-        waits: Boolean. Whether the module may not be there, as those of
-            KerasHub, and is left alone until somebody has imported it.
-            Defaults to `False`.
+        adds: Boolean. Whether the attribute may be absent, for example if
+            Keras's module for one backend lacks a function that others have.
+            `replace` then receives `None`. Defaults to `False`.
+        waits: Boolean. Whether the hook waits until the module is imported,
+            because its package is optional, such as KerasHub. Defaults to
+            `False`.
     """
 
     def is_due(self):
@@ -67,8 +67,8 @@ def backend_row(module):
     """Returns the row that makes a module the backend of `keras.distribution`.
 
     Args:
-        module: The `distribution_lib` of one of keras_tp's backends. Keras has
-            `None` on torch, and a prototype on TensorFlow.
+        module: The `distribution_lib` of one of keras_tp's backends. Keras
+            itself has `None` on torch, and a prototype on TensorFlow.
     """
     return Hook(
         "keras.src.distribution.distribution_lib",
@@ -79,7 +79,7 @@ def backend_row(module):
 
 
 def check_keras_version():
-    """Raises `ImportError` unless this Keras is one the hooks were made for."""
+    """Raises `ImportError` if the hooks do not support this Keras version."""
     version = tuple(int(part) for part in keras.__version__.split(".")[:2])
     if not MINIMUM_KERAS <= version < NEXT_KERAS:
         raise ImportError(
@@ -93,7 +93,7 @@ def install(table):
     """Replaces the attributes of a table; a second call does nothing.
 
     Args:
-        table: List of `Hook`. If one cannot be resolved, none stays replaced.
+        table: List of `Hook`. If one cannot be resolved, nothing is replaced.
     """
     if _installed:
         return
@@ -104,7 +104,7 @@ def install(table):
 
 
 def install_imported():
-    """Replaces what was waited for, if its module is there by now."""
+    """Installs the waiting hooks whose modules are imported by now."""
     due = [hook for hook in _waiting if hook.is_due()]
     for hook in due:
         _replace([(hook, hook.resolve())])
@@ -113,8 +113,8 @@ def install_imported():
 
 def _replace(hooks_and_owners):
     for hook, owner in hooks_and_owners:
-        # An inherited attribute is absent from the owner itself, and has to
-        # be absent again afterwards.
+        # The owner itself lacks an inherited attribute: `uninstall` has to
+        # delete it.
         own = vars(owner).get(hook.attribute, _ABSENT)
         original = getattr(owner, hook.attribute, None)
         setattr(owner, hook.attribute, hook.replace(original))
@@ -122,7 +122,7 @@ def _replace(hooks_and_owners):
 
 
 def uninstall():
-    """Puts every replaced attribute back, the last one first."""
+    """Restores every replaced attribute, in reverse order."""
     _waiting.clear()
     while _installed:
         owner, attribute, own = _installed.pop()

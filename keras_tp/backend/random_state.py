@@ -1,7 +1,7 @@
-"""What random numbers come next, so that a resumed run draws the same.
+"""Saves and restores random state, so that a resumed run draws the same.
 
-Keras saves the variables of a model, but not the counters of its seed
-generators, such as those of `Dropout`. Nor does it save the generators of
+Keras saves the weights of a model, but not the counters of its seed
+generators, such as in `Dropout`. It also does not save the generators of
 Python, numpy and the framework, which shuffle the data.
 """
 
@@ -16,14 +16,14 @@ from keras.src.random import seed_generator
 
 
 def noted(model, processes):
-    """Returns the state of all generators, as JSON can hold it.
+    """Returns the state of all random generators, in types that JSON has.
 
     Args:
         model: A built Keras model.
-        processes: The backend's module of that name, with `random_state`.
+        processes: The backend's `processes` module, with `random_state`.
     """
     kind, keys, *rest = np.random.get_state()
-    # The one for numbers that are drawn without a generator.
+    # Keras's default generator, for calls that pass no seed.
     beside = global_state.get_global_attribute("global_seed_generator")
     return {
         "python": random.getstate(),
@@ -37,14 +37,14 @@ def noted(model, processes):
 
 
 def restore(model, processes, state):
-    """Sets all generators to what `noted` returned.
+    """Sets all random generators to the state that `noted` returned.
 
-    The state of another framework is left out.
+    Ignores the state of a framework that is not in use.
 
     Args:
         model: A built Keras model.
-        processes: The backend's module of that name, with `set_random_state`.
-        state: Dict.
+        processes: The backend's `processes` module, with `set_random_state`.
+        state: Dict that `noted` returned.
     """
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))

@@ -1,4 +1,4 @@
-"""Checks of what a user hands over: each error says what to write instead."""
+"""Checks of user arguments; each error says what to write instead."""
 
 import inspect
 
@@ -11,10 +11,10 @@ from keras_tp.distribution import device_mesh as meshes
 def check_distribution(value, name="distribution"):
     """Raises `ValueError` unless a distribution can be used here.
 
-    Says, once, if there is one device only.
+    Warns once per process if only one device was found.
 
     Args:
-        value: What is to be a `Distribution`, of keras_tp or of Keras.
+        value: The argument. Must be a `Distribution`, of keras_tp or of Keras.
         name: String, name of the argument. Defaults to `"distribution"`.
     """
     if not isinstance(value, keras_lib.Distribution):
@@ -32,7 +32,7 @@ def check_mesh(value, name="device_mesh"):
     """Raises `ValueError` unless a value is a `DeviceMesh`.
 
     Args:
-        value: What is to be a `DeviceMesh`, of keras_tp or of Keras.
+        value: The argument. Must be a `DeviceMesh`, of keras_tp or of Keras.
         name: String, name of the argument. Defaults to `"device_mesh"`.
     """
     if not isinstance(value, keras_lib.DeviceMesh):
@@ -47,7 +47,7 @@ def check_layout_map(value):
     """Raises `ValueError` unless a value is a `LayoutMap` with a mesh.
 
     Args:
-        value: What is to be a `LayoutMap`, of keras_tp or of Keras.
+        value: The argument. Must be a `LayoutMap`, of keras_tp or of Keras.
     """
     if value is None:
         raise ValueError(
@@ -77,7 +77,7 @@ def check_model(value, function):
     """Raises `ValueError` unless a value is a Keras model or layer.
 
     Args:
-        value: What is to be a model.
+        value: The argument. Must be a model or layer.
         function: String, name of the function that takes it.
     """
     if not isinstance(value, Layer):
@@ -88,7 +88,7 @@ def check_model(value, function):
 
 
 def _instead_of(value):
-    """Returns the sentence that says how to use a value, or nothing."""
+    """Returns a sentence that says how to use a value, or an empty string."""
     if inspect.isclass(value) and issubclass(value, keras_lib.Distribution):
         made = {
             "ModelParallel": "ModelParallel(layout_map=layout_map)",

@@ -1,9 +1,9 @@
-"""Variables that LoRA and quantization add: they are split as their kernel.
+"""Splits the variables that LoRA and quantization add like their kernel.
 
-Keras adds them to a layer that exists, by `enable_lora` and `quantize`, long
-after the layouts of its model were decided. Each of their dims is a dim of the
-kernel (or the rank of LoRA, or groups of rows, which nothing splits), and takes
-what splits that.
+Keras adds them to an existing layer, by `enable_lora` and `quantize`, long
+after the layouts of its model were decided. Each dim of such a variable follows
+a dim of the kernel and takes its mesh axis. A dim for the rank of LoRA or for
+groups of rows follows no dim and is never split.
 """
 
 import collections
@@ -36,32 +36,32 @@ _SOURCES = {
     "reverse_embeddings_scale": "reverse_embeddings",
     "reverse_embeddings_zero": "reverse_embeddings",
 }
-# Modes of `quantize` whose variables are known here.
+# Modes of `quantize` whose variables this module can lay out.
 _MODES = (None, "int8", "int4")
 
 _state = threading.local()
 
 
 class _Source(collections.namedtuple("_Source", ["path", "shape", "layout"])):
-    """A kernel, noted before it is replaced."""
+    """The path, shape and layout of a kernel."""
 
 
 class _Change(collections.namedtuple("_Change", ["layer", "mode", "kernels"])):
-    """What adds variables to a layer at this moment.
+    """A call in progress that adds variables to a layer.
 
     Args:
         layer: A Keras layer.
-        mode: String, how it is quantized; or `None`.
+        mode: String, quantization mode of the layer, or `None`.
         kernels: Dict of attribute to the `_Source` that it held before.
     """
 
 
-# Layers about to be quantized -> their distribution, and their kernels.
+# Layers about to be quantized -> their distribution and kernels.
 _noted = weakref.WeakKeyDictionary()
 
 
 def note_kernels(layer, distribution):
-    """Notes what a layer has before it is quantized.
+    """Records the kernels of a layer before it is quantized.
 
     Args:
         layer: A Keras layer.
@@ -73,17 +73,17 @@ def note_kernels(layer, distribution):
 
 
 def noted_distribution(layer, otherwise):
-    """Returns the distribution that was noted, or another one."""
+    """Returns the recorded distribution of a layer, or `otherwise`."""
     return _noted.get(layer, (otherwise,))[0]
 
 
 @contextlib.contextmanager
 def changing(layer, mode):
-    """Within, the variables that a layer adds follow its kernels.
+    """Context in which variables that a layer adds follow its kernels.
 
     Args:
         layer: A Keras layer.
-        mode: String, how it is quantized; or `None`.
+        mode: String, quantization mode of the layer, or `None`.
     """
     _, kernels = _noted.pop(layer, (None, {}))
     before = getattr(_state, "change", None)
@@ -95,7 +95,7 @@ def changing(layer, mode):
 
 
 def is_changing():
-    """Returns whether a layer is adding variables: it is not whole yet."""
+    """Returns whether a layer is adding variables, and so is incomplete."""
     return getattr(_state, "change", None) is not None
 
 
@@ -108,12 +108,12 @@ def layout_for(variable, named=None):
 
     Args:
         variable: A Keras variable that is being made.
-        named: `TensorLayout` that the user gives to its path. Defaults to
-            `None`. It is meant for the variable itself, unless that takes a
-            kernel's place and path: the kernel's layout is what counts then.
+        named: `TensorLayout` that the user gives to its path. It is ignored
+            for a variable that replaces a kernel: the path is then the
+            kernel's, and so is the layout. Defaults to `None`.
 
     Returns:
-        A `TensorLayout`; `named` for a variable that follows nothing.
+        A `TensorLayout`; `named` for a variable that follows no kernel.
     """
     change = getattr(_state, "change", None)
     shape = tuple(variable.shape)
@@ -155,14 +155,14 @@ def layout_for(variable, named=None):
 
 
 def derived_of(layer):
-    """Yields what LoRA and quantization added to a layer.
+    """Yields the variables that LoRA and quantization added to a layer.
 
     Args:
         layer: A Keras layer.
 
     Yields:
-        `(variable, dims, kernel)`: for each dim of the variable that of the
-        kernel which it follows, or `None`.
+        `(variable, dims, kernel)`. `dims` has, for each dim of the variable,
+        the dim of the kernel that it follows, or `None`.
     """
     mode = layer.quantization_mode
     for variable in (
@@ -177,12 +177,12 @@ def derived_of(layer):
 
 
 def _follow(source, dims, shape):
-    """Returns the axes of a variable, and why they are not the source's.
+    """Returns the axes of a variable, and why some source axes are dropped.
 
     Args:
         source: `_Source`.
-        dims: List with the dim of the source for each dim of the variable,
-            `None` for one of its own; a string says why nothing is known.
+        dims: List with, for each dim of the variable, the dim of the source
+            that it follows, or `None`; or a string, why they are unknown.
         shape: Tuple of ints, the shape of the variable.
     """
     axes, obstacles = [None] * len(shape), []
@@ -209,11 +209,11 @@ def _dims_of_kernel(change, old, new):
     if change.mode not in _MODES:
         return f"the form that {change.mode!r} gives a kernel is not known"
     if len(old) == len(new) and not isinstance(change.layer, EinsumDense):
-        # Of int4, one of them is packed: two values in a byte.
+        # int4 packs one of them: two values in a byte.
         return list(range(len(old)))
     if old == new:
         return list(range(len(old)))
-    # int4 makes a matrix of any kernel, and packs its columns.
+    # int4 reshapes any kernel to a matrix, and packs its columns.
     rows, columns = _rows_and_columns(change.layer, len(old))
     if rows != list(range(len(rows))):
         return "its dims are regrouped to rows and columns"
@@ -234,7 +234,7 @@ def _dims_of_follower(layer, mode, name, shape):
     ndim = len(kernel.shape)
     if name.endswith(("_a", "_b")):
         return kernel, _dims_of_lora(layer, mode, name, ndim)
-    # Quantized along one dim of a matrix, and kept apart along the other.
+    # A matrix has one scale, or one per group, for each index of dim `kept`.
     kept = 0 if attribute == "_embeddings" else 1
     if name == "g_idx":
         return kernel, [1 - kept]
@@ -242,7 +242,7 @@ def _dims_of_follower(layer, mode, name, shape):
         return kernel, _dims_of_scale(layer, ndim)
     if len(shape) == 1:
         return kernel, [kept]
-    # Groups of the other dim are on every device: each looks up its own.
+    # Every device has all groups of the other dim, and looks up its own.
     return kernel, [i if i == kept else None for i in range(ndim)]
 
 
@@ -261,7 +261,7 @@ def _dims_of_lora(layer, mode, name, ndim):
 
 
 def _dims_of_scale(layer, ndim):
-    """The dims of the kernel, as `_get_kernel_scale_shape` rearranges them."""
+    """Returns the kernel's dims as `_get_kernel_scale_shape` arranges them."""
     dims = [None if i in layer._kernel_reduced_axes else i for i in range(ndim)]
     dims = [dims[i] for i in layer._kernel_transpose_axes]
     for i in sorted(layer._kernel_expand_axes):
@@ -278,5 +278,5 @@ def _rows_and_columns(layer, ndim):
 
 
 def _outermost(dims, shape):
-    """Returns the dim along which dims that become one can be split."""
+    """Returns the dim along which a group of merged dims can be split."""
     return next((i for i in dims if shape[i] > 1), dims[0])

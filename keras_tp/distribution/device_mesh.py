@@ -1,4 +1,4 @@
-"""Meshes, and whether the devices that they name are here."""
+"""Meshes, and checks that their devices are available."""
 
 import collections
 import math
@@ -10,20 +10,26 @@ from keras.src.distribution import distribution_lib as keras_lib
 
 from keras_tp import backend
 
-# A device of a kind that some machine has. Others have to be on this one.
+# Such a name may refer to another machine's device. Others must be here.
 _KNOWN_DEVICE = re.compile(r"(cpu|gpu|tpu):\d+")
 
-# How often it was said that there is one device only: once in a process.
+# The mesh of the warning about one device, which a process gives once.
 _said_alone = []
 
 
 class DeviceMesh(keras_lib.DeviceMesh):
     """A grid of devices with named axes.
 
-    As `keras.distribution.DeviceMesh`. Devices that are listed need not be on
-    this machine: a model can be planned for them. They are looked up when the
-    mesh is used: when a distribution with it is set or entered, or a value is
-    placed on it.
+    Works as `keras.distribution.DeviceMesh`. Listed devices need not be
+    available, so a model can be planned for another machine. They are looked
+    up when a distribution with the mesh is set or entered, or when a value is
+    placed on the mesh.
+
+    Example:
+
+    ```python
+    mesh = DeviceMesh((2, 4), ["batch", "model"])
+    ```
 
     Args:
         shape: Tuple of ints, number of devices along each axis.
@@ -32,8 +38,8 @@ class DeviceMesh(keras_lib.DeviceMesh):
             Defaults to all of `list_devices()`.
 
     Raises:
-        ValueError: if the number of devices differs from that of the shape, a
-            device is listed twice, or a name is none of a device.
+        ValueError: if the number of devices differs from the product of
+            `shape`, or a device is unknown or listed twice.
     """
 
     def __init__(self, shape, axis_names, devices=None):
@@ -73,7 +79,7 @@ class DeviceMesh(keras_lib.DeviceMesh):
             )
         _check_devices(devices, lambda name: not _KNOWN_DEVICE.fullmatch(name))
         super().__init__(shape, axis_names, devices)
-        # A mesh of the one device that was found is probably not meant.
+        # A mesh of the only device found is probably a mistake.
         self._is_alone = not listed and len(given) == 1
 
     @property
@@ -86,7 +92,7 @@ class DeviceMesh(keras_lib.DeviceMesh):
 
 
 def listed_devices(devices):
-    """Returns `devices` as a list; `ValueError` unless it lists any.
+    """Returns `devices` as a list; `ValueError` if it is not one, or empty.
 
     Args:
         devices: List, tuple or array of names, or of devices of the framework.
@@ -102,10 +108,10 @@ def listed_devices(devices):
 
 
 def check_devices_of(device_mesh):
-    """Raises `ValueError` if a device of a mesh is not here.
+    """Raises `ValueError` if a device of a mesh is not available.
 
     Args:
-        device_mesh: `DeviceMesh`, to be used from now on.
+        device_mesh: `DeviceMesh` that is about to be used.
     """
     if not getattr(device_mesh, "_is_here", False):
         _check_devices(device_mesh.devices, lambda name: True)
@@ -113,10 +119,10 @@ def check_devices_of(device_mesh):
 
 
 def say_if_alone(device_mesh):
-    """Warns, once, that the mesh to be used is all of one device.
+    """Warns, once per process, that a mesh has only the one device found.
 
     Args:
-        device_mesh: `DeviceMesh`. One whose device was listed is meant.
+        device_mesh: `DeviceMesh`. No warning if the user listed its device.
     """
     if not getattr(device_mesh, "_is_alone", False) or _said_alone:
         return
@@ -132,11 +138,11 @@ def say_if_alone(device_mesh):
 
 
 def warn_if_unsplit(device_mesh, axes):
-    """Warns that the axes which split variables have no devices to split over.
+    """Warns that no mesh axis of size above 1 splits variables.
 
     Args:
-        device_mesh: `DeviceMesh`; nothing is said of one device.
-        axes: List of strings, those of its axes that split variables.
+        device_mesh: `DeviceMesh`. No warning if it has one device.
+        axes: List of strings, the mesh axes that split variables.
     """
     count = math.prod(device_mesh.shape)
     if count == 1:
@@ -145,7 +151,7 @@ def warn_if_unsplit(device_mesh, axes):
     if axes:
         split = ", ".join(f"{name!r} of size 1" for name in axes)
         why = f"the mesh axis that splits variables is {split}"
-        # The axis gets the devices of the largest one.
+        # Suggest a mesh with the largest size on this axis.
         here, there = names.index(axes[0]), shape.index(max(shape))
         shape[here], shape[there] = shape[there], shape[here]
     else:
@@ -161,9 +167,9 @@ def warn_if_unsplit(device_mesh, axes):
 
 
 def _check_devices(devices, is_asked):
-    """Raises `ValueError` if a device that is asked for is not here."""
+    """Raises `ValueError` if a device to look up is not available."""
     names = devices.flatten().tolist()
-    # An object of the framework in use exists.
+    # Only names are looked up: a device object of the framework exists.
     asked = [n for n in names if isinstance(n, str) and is_asked(n.lower())]
     here = {}
     for name in asked:

@@ -1,7 +1,7 @@
 """Meshes, layouts, distributions and the global setting.
 
-Everything is a subclass or a thin delegate: what a mesh or a layout is to the
-framework in use is the business of `keras_tp.backend`.
+The classes are subclasses of Keras's, and the functions are thin delegates:
+`keras_tp.backend` does the work for the framework in use.
 """
 
 import functools
@@ -32,14 +32,12 @@ from keras_tp.distribution.variable_origin import origin_of
 
 DEFAULT_BATCH_DIM_NAME = keras_lib.DEFAULT_BATCH_DIM_NAME
 
-# Keras's own setting is the only one.
+# Keras's global setting, which keras_tp shares.
 distribution = keras_lib.distribution
 
 
 def list_devices(device_type=None):
-    """Returns the devices that a mesh can be made of.
-
-    In a setting of several processes these are the devices of all of them.
+    """Returns the names of the devices of all processes.
 
     Args:
         device_type: String, one of `"cpu"`, `"gpu"` and `"tpu"`. Defaults to
@@ -47,12 +45,15 @@ def list_devices(device_type=None):
 
     Returns:
         List of strings, such as `["gpu:0", "gpu:1"]`.
+
+    Raises:
+        ValueError: if the backend has no devices of this type.
     """
     return backend.distribution_lib.list_devices(device_type)
 
 
 def get_device_count(device_type=None):
-    """Returns the number of devices that a mesh can be made of.
+    """Returns the number of devices of all processes.
 
     Args:
         device_type: String, one of `"cpu"`, `"gpu"` and `"tpu"`. Defaults to
@@ -67,24 +68,25 @@ def get_device_count(device_type=None):
 def initialize(job_addresses=None, num_processes=None, process_id=None):
     """Joins this process to the others of a run over several processes.
 
-    To be called before any computation. An argument that is not given is read
+    Call this before any computation. An argument that is not given is read
     from the environment: `KERAS_DISTRIBUTION_JOB_ADDRESSES`,
-    `KERAS_DISTRIBUTION_NUM_PROCESSES`, `KERAS_DISTRIBUTION_PROCESS_ID`; what
-    is not there either, the backend finds out by itself: JAX from SLURM, Open
-    MPI or Kubernetes, torch from the variables of torchrun, TensorFlow from
-    `DTENSOR_*`. Where nothing says that there are other processes, or they
-    were joined before, this does nothing. On JAX and TensorFlow an uncaught
-    error in one process then ends all of them.
+    `KERAS_DISTRIBUTION_NUM_PROCESSES`, `KERAS_DISTRIBUTION_PROCESS_ID`. If a
+    variable is not set, the backend detects the value: JAX from SLURM, Open MPI
+    or Kubernetes, torch from torchrun's variables, TensorFlow from `DTENSOR_*`.
+    The call does nothing if no source names other processes, or if this
+    process has joined them already. On JAX and TensorFlow, an uncaught error
+    in one process then ends all of them.
 
     Args:
-        job_addresses: String, comma-separated `host:port` of the processes;
-            JAX and torch need only that of process 0.
+        job_addresses: String, comma-separated `host:port` of the processes.
+            JAX and torch need only the address of process 0.
         num_processes: Int, number of processes.
         process_id: Int from 0 to `num_processes - 1`.
 
     Raises:
-        RuntimeError: if a process does not come within the seconds that
-            `KERAS_TP_TIMEOUT` says, by default 45.
+        ValueError: if the arguments are incomplete or contradict each other.
+        RuntimeError: if a process does not join within `KERAS_TP_TIMEOUT`
+            seconds, by default 45.
     """
     backend.distribution_lib.initialize(
         *supervisor.place_in_run(job_addresses, num_processes, process_id)
@@ -92,17 +94,17 @@ def initialize(job_addresses=None, num_processes=None, process_id=None):
 
 
 class Distribution(keras_lib.Distribution):
-    """Base class of the distributions: a mesh, and which axis splits batches.
+    """Base class of the distributions: a mesh, and the axis for batches.
 
     Args:
         device_mesh: `DeviceMesh`.
         batch_dim_name: String, mesh axis that splits the first dim of the
             data. Defaults to `None`.
-        auto_shard_dataset: Boolean. Whether, where there are several
-            processes, each is given the whole data, of any kind, and its
-            devices take their part of every batch. If not, each process is
-            given its own part only, as by a loader that was sharded;
-            `data_shard_id` says which. Defaults to `True`.
+        auto_shard_dataset: Boolean, for runs of several processes. If `True`,
+            each process is given the whole data, of any kind, and its devices
+            take their part of every batch. If `False`, each process is given
+            only its own part, as by a sharded loader; `data_shard_id` is the
+            index of the part. Defaults to `True`.
     """
 
     def __init__(
@@ -128,11 +130,11 @@ class Distribution(keras_lib.Distribution):
         return None
 
     def can_check(self, model):
-        """Returns whether enough is known of a built model to check it."""
+        """Returns whether a built model can be checked already."""
         return True
 
     def check_model(self, model):
-        """Warns, or in strict mode raises, about layouts that miss a model.
+        """Warns about layouts that do not fit a model; raises if strict.
 
         Called once for each outermost model, before its first compile, fit or
         call. The base class has nothing to check.
@@ -158,11 +160,17 @@ class Distribution(keras_lib.Distribution):
 class DataParallel(keras_lib.DataParallel, Distribution):
     """Distribution that splits the batch and replicates the variables.
 
-    As `keras.distribution.DataParallel`.
+    Works as `keras.distribution.DataParallel`.
+
+    Example:
+
+    ```python
+    set_distribution(DataParallel())
+    ```
 
     Args:
-        device_mesh: `DeviceMesh` of one axis; of a larger one the first axis
-            splits the batch, with a warning. Defaults to `None`.
+        device_mesh: `DeviceMesh` of one axis. If it has several, the first
+            axis splits the batch, with a warning. Defaults to `None`.
         devices: List of device names for a mesh of one axis. Defaults to all
             of `list_devices()`.
         auto_shard_dataset: Boolean. Whether each of several processes is
@@ -170,7 +178,7 @@ class DataParallel(keras_lib.DataParallel, Distribution):
     """
 
     def __init__(self, device_mesh=None, devices=None, auto_shard_dataset=True):
-        # Keras takes what is empty, as a LayoutMap may be, for nothing given.
+        # Keras ignores an argument that is falsy, such as an empty LayoutMap.
         if device_mesh is not None:
             arguments.check_mesh(device_mesh)
         elif devices is not None:
@@ -184,7 +192,7 @@ class DataParallel(keras_lib.DataParallel, Distribution):
     def _initialize_mesh_from_list_devices(self, auto_shard_dataset):
         devices = list_devices()
         mesh = DeviceMesh((len(devices),), [DEFAULT_BATCH_DIM_NAME], devices)
-        # They were found, not listed by the user.
+        # The devices were found, not listed by the user.
         mesh._is_alone = len(devices) == 1
         self._initialize_with_device_mesh(mesh, auto_shard_dataset)
 
@@ -200,15 +208,14 @@ class DataParallel(keras_lib.DataParallel, Distribution):
                 stacklevel=3,
             )
 
-    # The batch axis may be one of several, and what it does not split holds
-    # the same model.
+    # Only the batch axis makes replicas; Keras counts all devices of the mesh.
     num_model_replicas = Distribution.num_model_replicas
     get_data_layout = Distribution.get_data_layout
     get_variable_layout = Distribution.get_variable_layout
 
 
 def _keywords_only(original):
-    """Keras's arguments, and an error that says what to write instead."""
+    """Refuses positional arguments; the error says what to write instead."""
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
@@ -226,11 +233,11 @@ def _keywords_only(original):
 class ModelParallel(keras_lib.ModelParallel, Distribution):
     """Distribution that splits variables as a `LayoutMap` declares.
 
-    As `keras.distribution.ModelParallel`, without its silent failures: see
-    `LayoutMap` for what is reported about a model. A layout that cannot hold
-    its variable (rank, divisibility) is a `ValueError` when the variable is
-    made. Optimizer slots take the layout of their variable; metrics and random
-    state are replicated, whatever patterns match them.
+    Works as `keras.distribution.ModelParallel`, but without its silent
+    failures: `LayoutMap` lists the warnings about a model. A layout that does
+    not fit its variable (rank, divisibility) is a `ValueError` when the
+    variable is made. Optimizer slots take the layout of their variable.
+    Metrics and random state are replicated, even if a pattern matches them.
 
     Example:
 
@@ -248,9 +255,13 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
             data. Defaults to the first axis of the mesh.
         auto_shard_dataset: Boolean. Whether each of several processes is
             given the whole data; see `Distribution`. Defaults to `True`.
-        **kwargs: `shard_optimizer=False`: whether slots are split over the
-            batch axis too (ZeRO-1), along their largest whole dim that
-            divides. `device_mesh` has to be the mesh of the map.
+        **kwargs: `shard_optimizer=False`: Boolean, whether slots are split
+            over the batch axis too (ZeRO-1), along their largest replicated
+            dim that divides evenly. `device_mesh`: the mesh of the map.
+
+    Raises:
+        ValueError: if the map has no mesh, `device_mesh` is another one, or
+            `batch_dim_name` is not one of its axes.
     """
 
     @_keywords_only
@@ -296,7 +307,7 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
         layout = None
         shape = tuple(variable.shape)
         origin = origin_of(variable)
-        # A scalar has nothing to split, whatever patterns match it.
+        # A scalar has no dim to split, even if a pattern matches it.
         if origin.role == WEIGHT and shape:
             layout = self._layout_map.layout_for(variable.path, origin.root)
             layout = derived_variables.layout_for(variable, layout)
@@ -319,7 +330,7 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
         self._warn_if_whole()
 
     def _warn_if_whole(self):
-        """Warns if no axis that the map names has several devices."""
+        """Warns if every mesh axis that the map names has size 1."""
         mesh = self.device_mesh
         sizes = dict(zip(mesh.axis_names, mesh.shape))
         named = {
@@ -335,6 +346,12 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
 def distribute_tensor(tensor, layout):
     """Changes the layout of a tensor, eagerly or in a compiled function.
 
+    Example:
+
+    ```python
+    x = distribute_tensor(x, TensorLayout((None, "model"), mesh))
+    ```
+
     Args:
         tensor: Tensor, or a structure of tensors that all get the layout.
         layout: `TensorLayout` with one entry for each dim, or a layout of the
@@ -342,7 +359,7 @@ def distribute_tensor(tensor, layout):
             as in the last batch of an epoch, is replicated.
 
     Returns:
-        The tensor with that layout; a `KerasTensor` as it is.
+        The tensor with that layout. A `KerasTensor` is returned unchanged.
 
     Raises:
         ValueError: if the ranks differ or a mesh axis does not divide its dim.
@@ -364,14 +381,14 @@ def _distribute_one(tensor, layout):
 
 
 def set_distribution(value):
-    """Sets the global distribution, and installs keras_tp if need be.
+    """Sets the global distribution, and installs the hooks if needed.
 
     Args:
         value: A `Distribution`, or `None` to go back to one device.
 
     Raises:
-        ValueError: if the value is something else, or a device of its mesh is
-            not here.
+        ValueError: if the value is not a distribution, or a device of its mesh
+            is not available.
     """
     if value is not None:
         arguments.check_distribution(value)
@@ -380,28 +397,31 @@ def set_distribution(value):
 
 
 def install():
-    """Installs the hooks that carry distributions on Keras's current backend.
+    """Installs the hooks that distribute models on Keras's current backend.
 
-    After it, `keras.distribution.set_distribution` works too. The hooks have
-    no effect on models that carry no layout. `set_distribution` and
-    `Distribution.scope` call this by themselves.
+    `keras.distribution.set_distribution` then works too. The hooks have no
+    effect on models without layouts. `set_distribution` and
+    `Distribution.scope` call this function.
+
+    Raises:
+        ImportError: if this version of Keras is not supported.
     """
     if hooks.is_installed():
         hooks.install_imported()
         return
     lib = backend.distribution_lib
     lib.activate()
-    # The model's own distribution is entered before the backend's hooks run.
+    # Last: a model enters its own distribution before a backend's hooks run.
     hooks.install(lib.hook_table() + TABLE + model_hooks.TABLE)
 
 
 def uninstall():
-    """Puts back every attribute of Keras that `install` replaced."""
+    """Restores every attribute of Keras that `install` replaced."""
     hooks.uninstall()
 
 
 def _hook_set_global_attribute(original):
-    """Every way to set a distribution comes by here."""
+    """Checks a distribution: every way to set one calls this function."""
 
     @functools.wraps(original)
     def set_global_attribute(name, value):

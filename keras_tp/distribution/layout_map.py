@@ -1,4 +1,4 @@
-"""Which layout a path gets, and what a map of layouts missed."""
+"""Maps paths to layouts, and reports patterns without a match."""
 
 import collections
 import difflib
@@ -19,22 +19,23 @@ from keras_tp.distribution.variable_origin import origin_of
 # A variable of two dims or more above this size is worth splitting.
 LARGE_VARIABLE_BYTES = 2**20
 
-# What Keras calls a model that was given no name.
+# Names that Keras gives to unnamed models.
 _DEFAULT_MODEL_NAME = re.compile(r"(sequential|functional|model)(_\d+)?")
 
 
 class LayoutMap(keras_lib.LayoutMap):
-    """A dict of path patterns to layouts that says what it did not do.
+    """A dict of path patterns to layouts that reports missing matches.
 
-    It works as `keras.distribution.LayoutMap` does: a key is a regex that has
-    to match the whole path (`re.fullmatch`) of a variable, or of a layer's
+    It works as `keras.distribution.LayoutMap` does: a key is a regex that must
+    match the whole path (`re.fullmatch`) of a variable, or of a layer's
     output (`<layer path>/output`). In addition:
 
     - A path is looked up in full first, then without the name of its outermost
       model, because Keras renames a model that is built a second time
-      (`sequential_1/...`) and drops the name in `load_model`. A warning tells.
+      (`sequential_1/...`) and drops the name in `load_model`. The second case
+      gives a warning.
     - Before a model's first compile, fit or call, patterns that match nothing
-      in it and large variables that match no pattern are warned about.
+      and large variables that match no pattern give a warning.
 
     Example:
 
@@ -50,9 +51,10 @@ class LayoutMap(keras_lib.LayoutMap):
         device_mesh: `DeviceMesh` that the layouts refer to.
 
     Attributes:
-        strict: Boolean. Whether the warnings about a model are `ValueError`s.
-            Defaults to `False`. Give a path an explicit layout, such as
-            `(None, None)`, to leave it replicated in strict mode.
+        strict: Boolean. Whether a problem found in a model is a `ValueError`
+            instead of a warning. Defaults to `False`. Give a path an explicit
+            layout, such as `(None, None)`, to leave it replicated in strict
+            mode.
     """
 
     def __init__(self, device_mesh):
@@ -65,7 +67,7 @@ class LayoutMap(keras_lib.LayoutMap):
 
     @classmethod
     def from_keras(cls, layout_map):
-        """Returns a `keras.distribution.LayoutMap` as one of these."""
+        """Converts a `keras.distribution.LayoutMap` to this class."""
         if isinstance(layout_map, cls):
             return layout_map
         own = cls(layout_map.device_mesh)
@@ -74,8 +76,8 @@ class LayoutMap(keras_lib.LayoutMap):
         return own
 
     def __getitem__(self, key):
-        # Nothing is known of a bare string but its shape: its first part may
-        # be a model's name if a layer and a variable are left without it.
+        # A bare path does not say whether it begins with a model's name. It
+        # may if a layer and a variable follow.
         root = key.split("/")[0] if key.count("/") >= 2 else None
         return self.layout_for(key, root=root)
 
@@ -108,8 +110,8 @@ class LayoutMap(keras_lib.LayoutMap):
 
         Args:
             path: String, path of a variable or of a layer's output.
-            root: String, the first part of `path` if that is the name of a
-                model. Defaults to `None`.
+            root: String, the first part of `path` if it is the name of a model.
+                Defaults to `None`.
 
         Returns:
             A `TensorLayout`, or `None` if no pattern matches.
@@ -127,7 +129,7 @@ class LayoutMap(keras_lib.LayoutMap):
         return self._pattern_of[path, root]
 
     def report(self, model):
-        """Returns a `LayoutReport` of what this map does to a built model."""
+        """Returns a `LayoutReport` of this map on a built model."""
         return LayoutReport(self, model)
 
     def _find(self, path, root):
@@ -152,7 +154,7 @@ class LayoutMap(keras_lib.LayoutMap):
         return matches[0] if matches else None
 
     def _announce(self, key, path, root):
-        # Once for each pattern and model, not for each of its variables.
+        # One warning for each pattern and model, not for each variable.
         if (key, root) in self._announced:
             return
         self._announced.add((key, root))
@@ -173,7 +175,7 @@ class LayoutMap(keras_lib.LayoutMap):
 
 
 class LayoutReport:
-    """What a `LayoutMap` does to one model, and what it misses.
+    """The matches of a `LayoutMap` in one model, and the missing ones.
 
     Args:
         layout_map: `LayoutMap`.
@@ -183,11 +185,11 @@ class LayoutReport:
         matched: Dict of pattern to the list of paths that it gives a layout.
         dead: Dict of each pattern that matches nothing to the nearest paths.
         unmatched: List of `(path, shape, bytes)` of the weights that no
-            pattern matches, the largest first. Slots take the layout of their
-            variable, what LoRA and quantization add that of their kernel, and
-            random state is replicated: none of them is listed.
-        ambiguous: Dict of each pattern that matches some paths in full and
-            others without the name of their outermost model, to the latter.
+            pattern matches, the largest first. It leaves out slots and the
+            variables that LoRA and quantization add, which take the layout of
+            their variable or kernel, and random state, which is replicated.
+        ambiguous: Dict of pattern to the paths that it matches only without
+            the name of their outermost model, if it matches others in full.
     """
 
     def __init__(self, layout_map, model):
@@ -237,7 +239,7 @@ class LayoutReport:
         ]
 
     def problems(self):
-        """Returns a list of sentences, one for each thing that went wrong."""
+        """Returns a list of messages, one for each problem."""
         found = [
             f"The pattern {pattern!r} of the LayoutMap matches no variable or "
             f"layer output of model {self.model_name!r} (the whole path has "
@@ -290,14 +292,14 @@ class LayoutReport:
 
 def variable_bytes(variable):
     """Returns the size of a whole variable in bytes."""
-    # `variable.dtype` is the dtype it computes in, `_dtype` that it is kept in.
+    # `variable.dtype` is the compute dtype, `_dtype` the stored one.
     bits = dtype_size(variable._dtype)
-    # Arrays keep small types, such as bool, in a byte each.
+    # Arrays store an element of a small type, such as bool, in a byte.
     return math.prod(variable.shape) * max(bits // 8, 1)
 
 
 def _matches_without_root(pattern, path, root):
-    """Whether a pattern matches once either side has lost its model's name."""
+    """Whether a pattern matches without the model's name on either side."""
     tail = _pattern_tail(pattern)
     short = path[len(root) + 1 :] if root and path != root else None
     return (
@@ -308,11 +310,11 @@ def _matches_without_root(pattern, path, root):
 
 
 def _pattern_tail(pattern):
-    """Returns a pattern without the model's name it begins with, or `None`.
+    """Returns a pattern without its leading model name, or `None`.
 
-    A pattern such as `block/.*kernel` most likely names a layer: without its
-    first part it would match anything. So the second part has to be literal
-    too, or the first be one of Keras's own names for a model.
+    The first part of a pattern such as `block/.*kernel` is most likely a layer,
+    and the rest would match too much. So the second part must be literal too,
+    or the first part must be a name that Keras gives to unnamed models.
     """
     found = re.fullmatch(r"([\w\-]+)/(.+)", pattern)
     if found is None:
@@ -335,7 +337,7 @@ def _output_paths(model):
 
 
 def _nearest(pattern, paths, count=3):
-    """Returns the paths that a pattern that matches nothing may have meant."""
+    """Returns the paths nearest to a pattern that matches nothing."""
     inside = [path for path in paths if re.search(pattern, path)]
     literal = re.sub(r"\\[dwsDWS]|[\\^$.*+?{}\[\]|()]", "", pattern)
     close = difflib.get_close_matches(literal, paths, n=count, cutoff=0.0)

@@ -1,4 +1,4 @@
-"""A model remembers its distribution: the hooks that are no backend's own."""
+"""Hooks of all backends: each model runs under its own distribution."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ from keras_tp.distribution.variable_origin import scope_of
 
 
 class _Calls(threading.local):
-    """The layer whose call is the outermost one."""
+    """The layer of the outermost call in this thread."""
 
     outermost = None
 
@@ -39,12 +39,12 @@ _calls = _Calls()
 _changed = weakref.WeakSet()
 
 
-# These are one step of all processes.
+# Methods that all processes enter together, as one step.
 _STEPS = ("train_on_batch", "test_on_batch", "predict_on_batch", "generate")
 
 
 def _hook_entry_point(original):
-    """fit, evaluate and the like: run under the model's own distribution."""
+    """Runs `fit`, `evaluate` and others under the model's own distribution."""
 
     name = original.__name__
 
@@ -66,7 +66,7 @@ def _hook_entry_point(original):
 def _hook_compile(original):
     @functools.wraps(original)
     def compile(self, *args, **kwargs):
-        # A task of KerasHub compiles itself when it is made.
+        # KerasHub may be imported by now: its tasks compile in `__init__`.
         hooks.install_imported()
         with entered(self):
             check_complete_model(self)
@@ -76,7 +76,7 @@ def _hook_compile(original):
 
 
 def _hook_symbolic_build(original):
-    """What fit itself builds is checked, and its metrics adopted."""
+    """Checks a model that `fit` has built, and adopts its metrics."""
 
     @functools.wraps(original)
     def _symbolic_build(self, *args, **kwargs):
@@ -88,7 +88,7 @@ def _hook_symbolic_build(original):
 
 
 def _hook_call(original):
-    """The outermost call of a model runs under its distribution.
+    """Runs the outermost call of a model under its distribution.
 
     Symbolic calls, which build functional models, are left alone.
     """
@@ -117,13 +117,13 @@ def _hook_call(original):
 
 
 def _hook_maybe_build(original):
-    """A model that its first call has built is planned before it computes."""
+    """Plans a model that its first call has built, before it computes."""
 
     @functools.wraps(original)
     def _maybe_build(self, call_spec):
         original(self, call_spec)
         if isinstance(self, Model):
-            # A plan's own call has sizes that stand for unknown ones.
+            # The planner sets no distribution: its sizes are made up.
             if distribution() is not None:
                 model_inputs.note_call(self, call_spec)
             if self is _calls.outermost:
@@ -133,13 +133,13 @@ def _hook_maybe_build(original):
 
 
 def _hook_value(original):
-    """A model is planned before the value of a variable of it is used.
+    """Plans a model before the value of one of its variables is read.
 
-    A loop of the user's own reads the values, and calls the model later.
+    A custom training loop may read values before it calls the model.
     """
 
     def value(self):
-        # A layer that adds variables is not whole yet.
+        # A layer that is adding variables is incomplete.
         if (
             getattr(self, "_awaits_plan", False)
             and not derived_variables.is_changing()
@@ -151,7 +151,7 @@ def _hook_value(original):
 
 
 def _hook_threading(original):
-    """`clear_session` makes new thread-locals: they keep the distribution."""
+    """Keeps the distribution when `clear_session` makes new thread-locals."""
 
     class Threading:
         @staticmethod
@@ -166,7 +166,7 @@ def _hook_threading(original):
 
 
 def _hook_global_seed_generator(original):
-    """The global random state outlives every distribution: it stays plain."""
+    """Makes the global random state under no distribution: it outlives them."""
 
     @functools.wraps(original)
     def global_seed_generator():
@@ -177,7 +177,7 @@ def _hook_global_seed_generator(original):
 
 
 def _hook_before_quantizing(original):
-    """The kernel is gone when what takes its place is made."""
+    """Records a layer's kernels before quantization replaces them."""
 
     @functools.wraps(original)
     def _check_quantize_args(self, *args, **kwargs):
@@ -219,7 +219,7 @@ def _note_change(layer):
 
 
 def _renew_functions(model):
-    """A layer that was changed on its own leaves its models as they were."""
+    """Drops a model's compiled functions if one of its layers has changed."""
     if not _changed:
         return
     count = sum(getattr(p, "_changes", 0) for p in model._flatten_layers())
@@ -293,8 +293,8 @@ TABLE = [
         "a model of KerasHub generates under its own distribution",
         waits=True,
     ),
-    # Not on Model: Keras compares a model's `compile` with this one to see
-    # whether it was overridden.
+    # Not on Model: Keras compares a model's `compile` with this one to detect
+    # an override.
     Hook(
         "keras.src.trainers.trainer:Trainer",
         "compile",

@@ -1,4 +1,4 @@
-"""What a model has and belongs to, and when it is checked and planned."""
+"""A model's distribution and state, and when it is checked and planned."""
 
 import contextlib
 import gc
@@ -14,7 +14,7 @@ from keras_tp.distribution.variable_origin import scope_of
 
 
 class _Checking(threading.local):
-    """Whether a model is checked at this moment."""
+    """Whether this thread is checking a model."""
 
     now = False
 
@@ -25,14 +25,14 @@ _checking = _Checking()
 def distribution_of(layer):
     """Returns the distribution that a layer or model belongs to.
 
-    That is the one its weights were made under; before it has any, the one
-    that was set when it was made.
+    It is the distribution that its weights were made under or, if it has no
+    weights yet, the distribution that the layer was made under.
 
     Args:
         layer: A Keras layer or model.
 
     Returns:
-        A `Distribution`; `None` if the weights are plain ones.
+        A `Distribution`; `None` if no distribution was set then.
 
     Raises:
         ValueError: if a model's weights were made under several
@@ -60,14 +60,15 @@ def distribution_of(layer):
 
 @contextlib.contextmanager
 def entered(model):
-    """Makes a model's own distribution the current one for a while.
+    """Context in which a model's own distribution is the current one.
 
     Args:
-        model: A Keras model. One that was made under no distribution and has
-            no weights yet uses the current setting.
+        model: A Keras model. If it was made under no distribution and has no
+            weights yet, the current setting stays.
 
     Raises:
-        ValueError: if the model is a plain one and a distribution is set.
+        ValueError: if the weights were made under no distribution and one is
+            set.
     """
     own = distribution_of(model)
     current = distribution()
@@ -87,10 +88,10 @@ def entered(model):
 
 
 def check_model(model):
-    """Has the current distribution check, and plan, a model once.
+    """Lets the current distribution check, and plan, a model once.
 
-    Nothing is moved while a function is traced: then the model is checked
-    later. It is checked again when parts of it have been built since.
+    Variables cannot move while a function is traced: the model is then checked
+    later. A model is checked again if more of it has been built since.
     """
     current = distribution()
     if current is None or not hasattr(current, "check_model"):
@@ -110,8 +111,8 @@ def check_model(model):
 
 
 def check_complete_model(model):
-    """As `check_model`, of a model whose layers are all built."""
-    # In this order: every call of a model comes by, and most find it checked.
+    """Calls `check_model` if all layers of a model are built."""
+    # The cheap test is first: every call of a model gets here.
     if not _is_checked(model) and is_complete(model):
         check_model(model)
 
@@ -130,7 +131,7 @@ def is_complete(model):
 
 
 def may_move():
-    """Returns whether variables may be moved now: in no trace, no scope."""
+    """Returns whether variables may move: not in a trace or stateless scope."""
     return (
         not in_stateless_scope() and not backend.distribution_lib.is_tracing()
     )
@@ -139,9 +140,9 @@ def may_move():
 def adopt_state(model):
     """Replicates model state that has no layout.
 
-    An optimizer, a metric or random state that was made outside of the
-    model's distribution is on one device; it is small, and belongs to the
-    model from now on.
+    The state of an optimizer, a metric or a seed generator that was made
+    outside of the model's distribution is on one device. It is small, and
+    belongs to the model from now on.
     """
     current = distribution()
     if current is None:
@@ -155,7 +156,7 @@ def adopt_state(model):
 
 
 def state_of(model):
-    """Yields `(variable, role)` of what a model has beside its weights."""
+    """Yields `(variable, role)` for a model's state other than weights."""
     weights = {id(variable) for variable in model.weights}
     for variable in model.variables:
         if id(variable) not in weights:
@@ -171,13 +172,13 @@ def state_of(model):
 
 
 def plan_model_with(variable):
-    """Plans the outermost model that has a variable, if that is complete."""
+    """Plans the outermost complete model that has a variable."""
     if _checking.now or not may_move():
         return
     if not _complete_models_with(variable):
         return
     if backend.distribution_lib.num_processes() > 1:
-        # Models that are garbage may live on in some of the processes.
+        # Else a model that was dropped may live on in some processes only.
         gc.collect()
     found = _complete_models_with(variable)
     parts = {
@@ -202,7 +203,7 @@ def _complete_models_with(variable):
 
 
 def _is_made(model):
-    """Returns whether `__init__` of a model has come to its end."""
+    """Returns whether `__init__` of a model has finished."""
     return "_parent_path" in vars(model)
 
 
@@ -212,12 +213,12 @@ def _inner(model):
 
 
 def forget_functions(layer):
-    """Drops what was compiled for other layouts, or other variables."""
+    """Drops functions compiled for other layouts or other variables."""
     for name in (
         "train_function",
         "test_function",
         "predict_function",
-        # KerasHub's.
+        # Of KerasHub.
         "generate_function",
     ):
         if hasattr(layer, name):

@@ -1,4 +1,4 @@
-"""Which layout an optimizer's slot takes from the variable it belongs to."""
+"""Layouts of optimizer slots, derived from their variables' layouts."""
 
 import functools
 
@@ -12,7 +12,7 @@ from keras_tp.distribution.tensor_layout import axis_size
 
 
 def lay_out_factors(original):
-    """Wraps `Adafactor.build`: Keras makes its factors without a layout."""
+    """Wraps `Adafactor.build`, whose factors Keras makes without a layout."""
 
     @functools.wraps(original)
     def build(self, var_list):
@@ -29,7 +29,7 @@ def lay_out_factors(original):
 
 
 def lay_out_slots(original):
-    """Wraps `add_variable_from_reference`: a slot may be split further."""
+    """Wraps `add_variable_from_reference`, to split slots further."""
 
     @functools.wraps(original)
     def add_variable_from_reference(self, reference_variable, *args, **kwargs):
@@ -37,7 +37,7 @@ def lay_out_slots(original):
         if layout is None:
             return original(self, reference_variable, *args, **kwargs)
         note_slot_layout(reference_variable)
-        # Keras gives the slot the layout that it finds here.
+        # Keras gives this layout to the slot.
         reference_variable._layout = reference_variable._slot_layout or layout
         try:
             return original(self, reference_variable, *args, **kwargs)
@@ -48,9 +48,9 @@ def lay_out_slots(original):
 
 
 def note_slot_layout(variable):
-    """Notes on a variable how its slots are split, if further than itself.
+    """Records on a variable the layout of its slots, if they are split further.
 
-    A backend may reduce its gradient to these parts only.
+    A backend may then reduce-scatter the gradient to these shards.
     """
     layout, shape = variable._layout, tuple(variable.shape)
     own = variable_origin.origin_of(variable).distribution
@@ -63,15 +63,15 @@ def note_slot_layout(variable):
 def slots_of(optimizer):
     """Yields `(slot, variable, dims)` for the slots of an optimizer.
 
-    Keras's optimizers keep each kind of slot in a list that runs parallel to
-    the variables they were built for.
+    Keras's optimizers keep each kind of slot in a list, in the order of the
+    variables they were built for.
 
     Args:
-        optimizer: A Keras optimizer. Those inside it are looked into too.
+        optimizer: A Keras optimizer. Optimizers inside it are included.
 
     Yields:
         The slot, the model's variable, and the dims of the variable that the
-        slot has: all of them but for a factored slot.
+        slot has: all of them, unless the slot is factored.
     """
     variables = getattr(optimizer, "_trainable_variables", None) or []
     inner = []
@@ -98,10 +98,10 @@ def slot_layout(layout, shape, dims, distribution):
     """Returns the layout of a slot of a variable with the given layout.
 
     A slot that sums over some dims of its variable, as the row and column
-    factors of Adafactor do (Shazeer and Stern 2018, section 3), is split where
-    the dims that it keeps are. Where the distribution shards the optimizer
-    (ZeRO-1, Rajbhandari et al. 2020, section 5), the largest dim that nothing
-    splits, and that divides, is split over the batch axis.
+    factors of Adafactor do (Shazeer and Stern 2018, section 3), is split along
+    its remaining dims as the variable is. If the distribution shards the
+    optimizer (ZeRO-1, Rajbhandari et al. 2020, section 5), the largest
+    replicated dim that divides evenly is split over the batch axis.
 
     Args:
         layout: `TensorLayout` of the variable.
@@ -131,7 +131,7 @@ def _kept_dims(name, slot, variable):
     whole = tuple(range(len(variable.shape)))
     if slot.shape == variable.shape:
         return whole
-    # Adafactor names its factors; of a square kernel their shapes are equal.
+    # By name, because the factors of a square kernel have equal shapes.
     kept = {"_r": whole[:-1], "_c": whole[:-2] + whole[-1:]}.get(name, ())
     fits = slot.shape == tuple(variable.shape[dim] for dim in kept)
     return kept if fits else ()

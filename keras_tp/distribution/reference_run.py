@@ -1,4 +1,4 @@
-"""Trains a model and keeps what its layers did, here or in a child process."""
+"""Trains a model and records its outputs, here or in a child process."""
 
 import collections
 import contextlib
@@ -13,7 +13,7 @@ from keras import tree
 
 from keras_tp.distribution import optimizer_slots
 
-# What tells a process that it is one of several.
+# The environment variables of a run of several processes.
 _PROCESS_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -30,7 +30,7 @@ _PROCESS_VARIABLES = (
     "DTENSOR_CLIENT_ID",
 )
 
-# Their parts are called in loops that a backend may compile.
+# These call their inner layers in loops that a backend may compile.
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
 
 
@@ -40,17 +40,17 @@ class Run(
         ["weights", "outputs", "slots", "losses", "values"],
     )
 ):
-    """What a few training steps of a model gave. All arrays are NumPy's.
+    """The results of a few training steps. All arrays are NumPy arrays.
 
     Args:
-        weights: List of `Weight`, in the order of the model's.
+        weights: List of `Weight`, in the order of `model.weights`.
         outputs: List of `(layer path, arrays)` of the first forward pass, in
-            training, in the order in which the layers were done.
+            training mode, in the order in which the layers finish.
         slots: List with a list for each weight: its optimizer slots after the
             first step.
         losses: List of floats, the loss of each step.
-        values: Lists of the weights' arrays: the initial values, those after
-            the first step and those after the last.
+        values: Three lists of the weights' arrays: initially, after the first
+            step and after the last step.
     """
 
 
@@ -59,14 +59,14 @@ class Weight(collections.namedtuple("Weight", ["path", "layer", "trainable"])):
 
 
 def train(build_fn, x, y, steps, batch_size, seed):
-    """Builds a model under what is set, and trains it.
+    """Builds a model under the current distribution, and trains it.
 
     Args:
         build_fn: Callable that returns a compiled model.
         x: Inputs, a structure of arrays.
         y: Targets, a structure of arrays.
-        steps: Int, number of training steps. Batches follow each other, from
-            the start again at the end of the data.
+        steps: Int, number of training steps. Batches follow each other and
+            start again at the end of the data.
         batch_size: Int.
         seed: Int, set before the model is built and before it is trained.
 
@@ -98,11 +98,11 @@ def train(build_fn, x, y, steps, batch_size, seed):
 
 
 def sent(result):
-    """Returns the result of a child as it was before processes sent it on.
+    """Restores the result of a child that was sent to other processes.
 
     Args:
-        result: `Run`, or as a plain tuple, which is what a message is made of;
-            or an exit code.
+        result: `Run`, or the plain tuple that a message makes of it, or an
+            exit code.
     """
     if not isinstance(result, tuple):
         return result
@@ -114,7 +114,7 @@ class Child:
     """A child process without a distribution, which trains the same model.
 
     Args:
-        *arguments: Those of `train`.
+        *arguments: The arguments of `train`.
     """
 
     def __init__(self, *arguments):
@@ -131,11 +131,11 @@ class Child:
             target=_train_and_send, args=(sender, settings, arguments)
         )
         self._process.start()
-        # The end of the child is then the end of what can be received.
+        # After this, `recv` raises `EOFError` when the child ends.
         sender.close()
 
     def has_ended(self, seconds):
-        """Waits for some seconds; returns whether there is a result."""
+        """Waits up to `seconds`; returns whether the child is done."""
         return self._receiver.poll(seconds)
 
     def result(self):
@@ -151,7 +151,7 @@ class Child:
 
 
 def check_picklable(build_fn):
-    """Raises `ValueError` unless a child process can be given a function."""
+    """Raises `ValueError` unless a child process can call `build_fn`."""
     if isinstance(build_fn, keras.Layer) or not callable(build_fn):
         raise ValueError(
             "`build_fn` must be a function without arguments that returns a "
@@ -198,7 +198,7 @@ def _array(value):
     if array.dtype.kind not in "biuf":
         # NumPy has no bfloat16 of its own.
         array = array.astype("float32")
-    # A copy: a backend may write to what it shows.
+    # A copy: a backend may share this memory, and write to it later.
     return np.array(array)
 
 
@@ -210,7 +210,7 @@ def _weights(model):
     layers = {}
     for layer in model._flatten_layers():
         for variable in layer.weights:
-            # Inner layers come later, and own what they hold.
+            # Inner layers come later: a weight belongs to the innermost one.
             layers[id(variable)] = layer.path or layer.name
     return [
         Weight(v.path, layers.get(id(v), model.name), v.trainable)
@@ -219,7 +219,7 @@ def _weights(model):
 
 
 def _slots(model):
-    """Returns the slots of each weight; those in an order of their own."""
+    """Returns a list with the slots of each weight, in a fixed order."""
     kept = collections.defaultdict(list)
     for slot, variable, _ in optimizer_slots.slots_of(model.optimizer):
         kept[id(variable)].append(_array(slot))
@@ -228,10 +228,9 @@ def _slots(model):
 
 @contextlib.contextmanager
 def _outputs_kept(model):
-    """Yields a list that fills with the outputs of each layer that is called.
+    """Yields a list that collects the outputs of each layer call.
 
-    Each instance is given a `call` of its own for a while; no class is
-    changed.
+    Each layer object gets its own `call` meanwhile; no class is changed.
     """
     kept = []
     watched = [(layer, vars(layer).get("call")) for layer in _observed(model)]

@@ -1,4 +1,4 @@
-"""What a sharded model holds on each device, and what it communicates."""
+"""Reports the bytes of a model on each device, and its collectives."""
 
 import collections
 import io
@@ -32,14 +32,14 @@ class VariableReport(
     Args:
         path: String.
         role: One of `"weight"`, `"slot"`, `"metric"` and `"seed"`.
-        shape: Tuple of ints, of the whole variable.
+        shape: Tuple of ints, shape of the whole variable.
         dtype: String.
         axes: Tuple with `None`, a mesh axis or a tuple of mesh axes for each
-            dim, read from the live array. `None` if it is on one device only.
+            dim, read from the live array. `None` without a distribution.
         bytes: Int, size of the whole variable.
         device_bytes: Dict of device name to the bytes it holds.
-        why: String, why the variable is replicated, or why the backend puts
-            it together to compute although it is split; empty if it is split
+        why: String, why the variable is replicated, or why the backend
+            gathers a split variable to compute. Empty if the variable is split
             and each device computes with its part.
     """
 
@@ -52,7 +52,7 @@ class VariableReport(
 class ShardingReport:
     """Layouts and bytes of a model's variables, read from the live arrays.
 
-    Printed, it is a table. All sizes are in bytes.
+    `print` shows a table. All sizes are in bytes.
 
     Args:
         model_name: String.
@@ -60,8 +60,8 @@ class ShardingReport:
 
     Attributes:
         rows: The list.
-        total_bytes: Int, size of all whole variables.
-        split_bytes: Int, size of the whole variables that are split.
+        total_bytes: Int, whole size of all variables.
+        split_bytes: Int, whole size of the variables that are split.
         device_bytes: Dict of device name to the bytes it holds.
         replicated: List of the rows that are not split.
     """
@@ -137,9 +137,17 @@ class ShardingReport:
 
 
 def describe(model):
-    """Reports how the variables of a model lie on the devices.
+    """Reports how the variables of a model are split over the devices.
 
-    Where there are several processes, every process calls this.
+    A collective: in a run of several processes, every process must call this.
+
+    Example:
+
+    ```python
+    report = describe(model)
+    print(report)
+    report["dense/kernel"].axes  # (None, "model")
+    ```
 
     Args:
         model: A built Keras model. Its optimizer slots, metrics and random
@@ -147,6 +155,9 @@ def describe(model):
 
     Returns:
         A `ShardingReport`, read from the live arrays.
+
+    Raises:
+        ValueError: if parts of the model have different distributions.
     """
     lib = backend.distribution_lib
     distribution = model_state.distribution_of(model)
@@ -188,12 +199,18 @@ def describe(model):
 
 
 def count_collectives(model, x, y=None):
-    """Counts what one step of a model communicates.
+    """Counts the collectives in one step of a model.
 
-    Counted in the compiled program (JAX), never predicted. Nothing is trained:
-    weights, slots, metrics and random state stay as they are; what is not
-    built yet is built. Where there are several processes, every process calls
-    this.
+    The counts are of the compiled program (JAX) or of a step that is run
+    (TensorFlow, torch); they are not predicted. Weights, slots, metrics and
+    random state keep their values, and layers that are not built are built. A
+    collective: in a run of several processes, every process must call this.
+
+    Example:
+
+    ```python
+    count, nbytes = count_collectives(model, x, y)["all_reduce"]
+    ```
 
     Args:
         model: A Keras model; compiled with a loss and an optimizer if `y` is
@@ -205,10 +222,14 @@ def count_collectives(model, x, y=None):
     Returns:
         Dict with a pair `(count, bytes)` for each of `"all_reduce"`,
         `"all_gather"`, `"reduce_scatter"`, `"all_to_all"` and
-        `"collective_permute"`. The count is of tensors communicated, after
-        unpacking combined operations; bytes are those of the results on one
-        device. On CPU, XLA reduces the input gradients of parallel
-        projections, such as those of query, key and value, one by one.
+        `"collective_permute"`. A combined operation counts once for each
+        tensor in it. The bytes are the size of the results on one device. On
+        CPU, XLA reduces the input gradients of parallel projections, such as
+        query, key and value, one by one.
+
+    Raises:
+        ValueError: if parts of the model have different distributions, or the
+            model has none and one is set.
     """
     with model_state.entered(model):
         _meet(current(), "`count_collectives`")
@@ -218,7 +239,7 @@ def count_collectives(model, x, y=None):
 
 
 def _meet(distribution, what):
-    """Waits for the processes that a model is distributed over, if any."""
+    """Waits for all processes if a distribution has several devices."""
     if distribution is not None and distribution.device_mesh.devices.size > 1:
         backend.distribution_lib.meet(what)
 

@@ -1,4 +1,4 @@
-"""Moves a model that exists, trained or not, to a distribution."""
+"""Moves an existing model, trained or not, to a distribution."""
 
 import contextlib
 
@@ -14,12 +14,13 @@ from keras_tp.distribution import variable_origin
 
 
 def distribute_model(model, distribution=None):
-    """Lays out an already built model in place; its values stay the same.
+    """Moves a built model to a distribution in place; its values stay the same.
 
     Weights, optimizer slots, metrics and random state move one at a time, so
     no second copy of the model is made. Every layout is checked before the
-    first variable moves, and if a move fails, what has moved goes back. From
-    then on the model remembers this distribution.
+    first variable moves. If a move fails, the variables that have moved go
+    back. From then on, the model belongs to this distribution. In a run of
+    several processes, every process must call this.
 
     Example:
 
@@ -88,7 +89,7 @@ def planned_layouts(model, distribution):
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return planned
-    # A slot goes where its variable goes.
+    # A slot follows the layout of its variable.
     slot_layouts = {
         id(slot): optimizer_slots.slot_layout(
             new_layouts[id(variable)], tuple(slot.shape), dims, distribution
@@ -108,7 +109,7 @@ def _root(variable, model):
 
 
 def _layout_as_new(variable, made, distribution):
-    """Returns the layout that a distribution gives to a variable anew."""
+    """Returns the layout that a variable would get if it were new."""
     noted, layout = variable_origin.origin_of(variable), variable._layout
     variable._origin, variable._layout = made, None
     try:

@@ -1,4 +1,4 @@
-"""What a planner decided: layouts, why, and what they cost."""
+"""The decisions of the planner: layouts, reasons and costs."""
 
 import functools
 import math
@@ -23,30 +23,36 @@ from keras_tp.distribution.tensor_layout import format_bytes
 
 
 class ShardingPlan:
-    """The layout of every variable of a model, and what that costs.
+    """The layout of every variable of a model, and the predicted cost.
 
-    Made by `plan_sharding` or read from a file. It is logical: the same for a
-    model and a mesh on every backend.
+    `plan_sharding` makes it, and `load` reads it from a file. A plan is
+    logical: for a model and a mesh it is the same on every backend.
+
+    Example:
+
+    ```python
+    plan = plan_sharding(build_model, DeviceMesh((4,), ["model"]))
+    print(plan, plan.memory(batch_size=32), plan.collectives(batch_size=32))
+    ```
 
     Args:
         model_name: String.
         device_mesh: `DeviceMesh`.
         axis: String, the mesh axis that splits variables, or `None`.
-        variables: List of `PlannedVariable`, in the order in which the forward
-            pass uses them first; unused ones last.
-        reductions: List of `PlannedReduction`, in the order of the operations
-            of the forward pass that cause them.
+        variables: List of `PlannedVariable`, in the order of their first use
+            in the forward pass; unused ones last.
+        reductions: List of `PlannedReduction`, in the order of the forward
+            pass operations that cause them.
         activations: List of `Size`, bytes on one device that the forward pass
             keeps for the backward pass.
-        split_outputs: List of `Size`, of the outputs of the model that are
-            split.
-        without_rule: Dict of each kind of operation or layer that the planner
-            has no rule for to the path of the first.
+        split_outputs: List of `Size`, bytes of each model output that is split.
+        without_rule: Dict of kind of operation or layer to path, with the first
+            one of each kind that has no planning rule.
     """
 
-    # What an error says to whom passes a plan where something else is due.
+    # The advice in an error about a plan in the place of another argument.
     how_to_use = "Write `TensorParallel(plan=plan)`."
-    # `TensorParallel`, which its module sets: it imports this one.
+    # `TensorParallel`; set by its module, which imports this one.
     _distribution_class = None
 
     def __init__(
@@ -90,7 +96,7 @@ class ShardingPlan:
 
     @property
     def split_share(self):
-        """Share of the bytes of matrices and the like that is split."""
+        """Share of the bytes in variables of two or more dims that is split."""
         matrices = [row for row in self.variables if len(row.shape) > 1]
         total = sum(row.nbytes for row in matrices)
         split = sum(row.nbytes for row in matrices if row.is_split)
@@ -107,16 +113,16 @@ class ShardingPlan:
     ):
         """Predicts the bytes on one device in a training step.
 
-        Parameters, gradients and slots are exact, but for the few scalars of
-        the optimizer; activations are an estimate.
+        Parameters, gradients and slots are exact, except for the few scalars
+        of the optimizer. Activations are an estimate.
 
         Args:
             batch_size: Int, the global batch size.
-            sequence_length: Int, the size of the inputs' other unknown dims.
-                Defaults to `None`; needed if there are any.
+            sequence_length: Int, size of the unknown input dims other than the
+                batch; required if there are any. Defaults to `None`.
             optimizer: String, name of a Keras optimizer, or `"sgd_momentum"`.
-            dtype: String, dtype to keep the floating-point variables in
-                instead of their own. Defaults to `None`.
+            dtype: String, dtype to store floating-point variables in instead
+                of their own. Defaults to `None`.
 
         Returns:
             Dict of `"parameters"`, `"gradients"`, `"slots"`, `"activations"`
@@ -142,16 +148,16 @@ class ShardingPlan:
         return {**found, "total": sum(found.values())}
 
     def collectives(self, batch_size, sequence_length=None):
-        """Predicts what one training step of the logical program communicates.
+        """Predicts the all-reduces of a training step of the logical program.
 
-        The sums that a loss over split outputs needs are not counted, nor
-        those of clipping and metrics. A step with several replicas of the
-        model sums each gradient over them.
+        The all-reduces of a loss over split outputs, of clipping and of metrics
+        are not counted. With several replicas of the model, each gradient is
+        all-reduced over them.
 
         Args:
             batch_size: Int, the global batch size.
-            sequence_length: Int, the size of the inputs' other unknown dims.
-                Defaults to `None`; needed if there are any.
+            sequence_length: Int, size of the unknown input dims other than the
+                batch; required if there are any. Defaults to `None`.
 
         Returns:
             Dict of `"all_reduce"` to `(count, bytes)`, bytes on one device.
@@ -184,8 +190,8 @@ class ShardingPlan:
 
         Args:
             row: `PlannedVariable`.
-            dtype: String, dtype to keep it in instead of its own, if that is
-                one of floats. Defaults to `None`.
+            dtype: String, dtype to store a floating-point variable in instead
+                of its own. Defaults to `None`.
         """
         item = cost.item_bytes(row.dtype)
         if dtype is not None and "float" in row.dtype:
@@ -198,14 +204,14 @@ class ShardingPlan:
     # -- comparisons ---------------------------------------------------------
 
     def diff(self, other):
-        """Returns where another plan differs.
+        """Returns the differences from another plan.
 
         Args:
             other: `ShardingPlan`.
 
         Returns:
-            Dict of path to a pair of `(axes, blocks)`, of this plan and of the
-            other; `None` where a plan does not have the path.
+            Dict of path to a pair: `(axes, blocks)` in this plan and in the
+            other, or `None` if a plan lacks the path.
         """
         found = {}
         for path in {**self._by_path, **other._by_path}:
@@ -218,15 +224,15 @@ class ShardingPlan:
         return found
 
     def compare(self, layout_map):
-        """Tells where a map of layouts does worse than this plan.
+        """Returns the variables for which a `LayoutMap` does worse.
 
         Args:
             layout_map: `LayoutMap`, such as one written by hand.
 
         Returns:
-            List of `(path, message)`, in the order of the plan:
-            a variable is replicated that the plan splits, or a dim is split
-            that should not be, and why.
+            List of `(path, message)`, in the order of the plan: the map
+            replicates a variable that the plan splits, splits a dim that
+            should not be split (and why), or has the wrong rank.
         """
         found = []
         for row in self.variables:
@@ -289,7 +295,7 @@ class ShardingPlan:
     # -- files ---------------------------------------------------------------
 
     def to_json(self):
-        """Returns the plan as text: one line for each variable and sum."""
+        """Returns the plan as JSON: a line for each variable and all-reduce."""
         return plan_file.text(self)
 
     def to_html(self, path):
@@ -303,7 +309,7 @@ class ShardingPlan:
     def save(self, path):
         """Writes the plan to a file, with a digest; `load` reads it.
 
-        A file that is there is replaced as a whole, or not at all.
+        An existing file is replaced as a whole, or not at all.
 
         Args:
             path: String or path-like, such as `"plan.json"`.
@@ -312,14 +318,14 @@ class ShardingPlan:
 
     @classmethod
     def load(cls, path, device_mesh=None):
-        """Returns the plan that `save` wrote, or the text of `to_json`.
+        """Reads a plan from a file with the text of `save` or `to_json`.
 
         Args:
             path: String or path-like, the file to read.
-            device_mesh: As of `from_json`. Defaults to `None`.
+            device_mesh: As for `from_json`. Defaults to `None`.
 
         Raises:
-            ValueError: if the file holds no plan, with the file and the field.
+            ValueError: if the file is not a plan; names the file and the field.
         """
         with open(path, "rb") as file:
             data = file.read()
@@ -334,13 +340,13 @@ class ShardingPlan:
 
         Args:
             text: String.
-            device_mesh: `DeviceMesh` of the shape and axes of the plan's.
-                Defaults to one of the first devices there are; where they are
-                too few, of as many that would be named alike.
+            device_mesh: `DeviceMesh` with the shape and axes of the plan.
+                Defaults to a mesh of the first devices. If too few are
+                available, it has the names that the next ones would have.
 
         Raises:
-            ValueError: if the text is no plan, with the field, or of another
-                format, or the mesh differs.
+            ValueError: if the text is not a plan, or has another format (the
+                error names the field), or the mesh differs.
         """
         data = plan_file.read(text)
         shape = tuple(data["mesh"]["shape"])
@@ -378,8 +384,8 @@ def plan_sharding(
 
     The plan follows from the model's dataflow, not from names. It is the same
     on every backend and in every run. Variables are split over the mesh axis
-    `"model"` (the last axis if none has that name; never one that is called
-    `"batch"` or `"data"`).
+    `"model"` (or the last axis if none has that name, but never over `"batch"`
+    or `"data"`).
 
     Example:
 
@@ -391,23 +397,23 @@ def plan_sharding(
     ```
 
     Args:
-        model_or_build_fn: Keras model, or a function that builds one. Of the
-            latter no weights are allocated, and name counters, random state
-            and global state are as before, so that the model that is built
-            next has the paths of the plan.
+        model_or_build_fn: Keras model, or a function that builds one. The
+            function is called without allocating weights. Name counters,
+            random state and global state are restored, so the next model that
+            is built has the paths of the plan.
         device_mesh: `DeviceMesh`. Its devices need not exist.
         input_spec: Structure of shape tuples or `KerasTensor`s, the model's
             inputs. Defaults to `None`, for a model that knows its own.
         overrides: Dict of path, or pattern that matches whole paths, to a
-            tuple of mesh axes and `None`s, one for each dim. What has to be
-            split together with an overridden dim follows. Defaults to `None`.
+            tuple of mesh axes and `None`s, one for each dim. Dims that must be
+            split together with an overridden dim follow. Defaults to `None`.
 
     Returns:
         A `ShardingPlan`.
 
     Raises:
-        ValueError: if the model's inputs are not known, or an override cannot
-            hold.
+        ValueError: if the model's inputs are not known, or an override does
+            not fit the model.
     """
     arguments.check_mesh(device_mesh)
     if isinstance(model_or_build_fn, Layer):

@@ -1,9 +1,9 @@
-"""Values that are given by path, to a model whose paths may differ.
+"""Loads values by path into a model whose paths may differ.
 
-`Model.set_state_tree`, which loads Orbax checkpoints, leaves out the values
-that no variable has the path of. A `Sequential` that is loaded loses its name,
-and generators of seeds are numbered in each process: values are then matched
-by the rest of the path, and it is an error if one is left over.
+`Model.set_state_tree`, which loads Orbax checkpoints, skips a value if no
+variable has its path. Paths differ because a loaded `Sequential` loses its name
+and seed generators are numbered in each process. Such values are matched by the
+rest of the path; a value without a match is an error.
 """
 
 import collections
@@ -21,7 +21,7 @@ _loading = []
 
 
 def load_whole(original):
-    """Wraps the function that makes a model of an Orbax checkpoint."""
+    """Wraps the loading of Orbax checkpoints: every variable needs a value."""
 
     @functools.wraps(original)
     def _load_model_from_orbax_checkpoint(*args, **kwargs):
@@ -35,7 +35,7 @@ def load_whole(original):
 
 
 def match_paths(original):
-    """Wraps `Model.set_state_tree`."""
+    """Wraps `Model.set_state_tree`: paths may differ in names and numbers."""
 
     @functools.wraps(original)
     def set_state_tree(self, state_tree):
@@ -51,7 +51,7 @@ def match_paths(original):
 
 
 def _by_own_path(model, kind, values):
-    """Returns a dict of the paths of a model's variables to values."""
+    """Returns a dict of the paths of a model's own variables to values."""
     if kind == "optimizer_variables":
         variables = getattr(model.optimizer, "variables", [])
     else:
@@ -102,22 +102,22 @@ def _by_own_path(model, kind, values):
 
 
 def _made_at_once(model):
-    """Returns the paths of the variables that an optimizer has before slots."""
+    """Returns the paths of an optimizer's variables before it is built."""
     config = optimizers.serialize(model.optimizer)
     return {v.path for v in optimizers.deserialize(config).variables}
 
 
 def _pairs(kind, given, own):
-    """Returns a dict of each path of a model to the one that is given.
+    """Returns a dict of each path of a model to the path in the checkpoint.
 
-    `None` if they differ by more than a prefix and the numbers of names.
+    `None` if they differ by more than a prefix and the numbers in names.
     """
-    # The name of an optimizer is none of the model's.
+    # An optimizer's paths begin with its own name, which is ignored.
     start = "/" if kind == "optimizer_variables" else ""
     given, own = (_grouped(paths, start) for paths in (given, own))
     found = {}
     if start:
-        # Of the optimizer itself, such as its number of steps.
+        # Variables of the optimizer itself, such as its number of steps.
         for key in [k for k in own if len(own[k]) == len(given.get(k, ()))]:
             found.update(zip(own.pop(key), given.pop(key)))
     counts = {key: len(paths) for key, paths in given.items()}
@@ -131,9 +131,10 @@ def _pairs(kind, given, own):
 
 
 def _grouped(paths, start):
-    """Returns lists of paths, by the path without the numbers of names.
+    """Groups paths that differ only in the numbers in their names.
 
-    A list is in the order of the numbers.
+    Returns:
+        Dict of the path without numbers to the paths, in numeric order.
     """
     found = collections.defaultdict(list)
     for path in paths:
@@ -152,7 +153,7 @@ def _grouped(paths, start):
 
 
 def _prefixes(given, own):
-    """Gives pairs of what to remove from a model's paths, and to add."""
+    """Yields pairs of prefixes, to remove from a model's paths and to add."""
     yield "", ""
     longest = max(own, key=len, default="")
     for key in given:

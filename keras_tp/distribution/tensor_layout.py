@@ -1,4 +1,4 @@
-"""How the dims of one tensor lie on the axes of a mesh."""
+"""The layout of a tensor: which mesh axes split its dims."""
 
 import collections
 import math
@@ -11,14 +11,22 @@ from keras_tp import backend
 class TensorLayout(keras_lib.TensorLayout):
     """A layout to apply to a tensor.
 
-    As `keras.distribution.TensorLayout`, with one addition: an entry may be a
-    tuple of mesh axes, `(("batch", "model"), None)`, which splits that dim over
-    their product, the first axis being the major one.
+    Works as `keras.distribution.TensorLayout`. In addition, an entry may be a
+    tuple of mesh axes, which splits that dim over their product. The first axis
+    is the major one.
+
+    Example:
+
+    ```python
+    mesh = DeviceMesh((2, 2), ["batch", "model"])
+    column_parallel = TensorLayout((None, "model"), mesh)
+    over_all_devices = TensorLayout((("batch", "model"), None), mesh)
+    ```
 
     Args:
         axes: Tuple with one entry for each dim of the tensor: `None`
             (replicated), the name of a mesh axis, or a tuple of names.
-        device_mesh: `DeviceMesh` whose axes are named. Defaults to `None`; a
+        device_mesh: `DeviceMesh` that has these axes. Defaults to `None`; a
             `LayoutMap` fills in its own.
 
     Raises:
@@ -54,15 +62,15 @@ class TensorLayout(keras_lib.TensorLayout):
 
 
 def as_layout(value, target):
-    """Returns a layout that a user wrote as a `TensorLayout`.
+    """Converts a layout from a user to a `TensorLayout`.
 
     Args:
-        value: `TensorLayout`, of keras_tp or of Keras, which comes back as it
-            is; or a tuple or list with one entry for each dim.
-        target: String, what it was given to, for the error.
+        value: `TensorLayout` of keras_tp or of Keras, returned unchanged; or a
+            tuple or list with one entry for each dim.
+        target: String that names the argument in the error.
 
     Raises:
-        ValueError: if it is something else.
+        ValueError: if the value is something else.
     """
     if isinstance(value, keras_lib.TensorLayout):
         return value
@@ -98,19 +106,20 @@ def axis_names(axis):
 
 
 def axis_size(device_mesh, axis):
-    """Returns over how many devices one entry of a layout splits its dim."""
+    """Returns the number of parts that one entry of a layout makes."""
     sizes = dict(zip(device_mesh.axis_names, device_mesh.shape))
     return math.prod(sizes[name] for name in axis_names(axis))
 
 
 def batch_replicated_if_uneven(layout, shape, batch_axis):
-    """Returns a layout whose first dim is not split if it does not divide.
+    """Returns a layout with the batch replicated if it does not divide evenly.
 
-    Only the batch axis is let go: every device then computes the whole batch.
+    Only a first dim that the batch axis splits is changed. Every device then
+    computes the whole batch.
 
     Args:
         layout: `TensorLayout` with a mesh.
-        shape: Tuple of ints; a dim that is unknown while tracing is no int.
+        shape: Tuple of ints. While tracing, an unknown dim is not an int.
         batch_axis: String, mesh axis that splits batches, or `None`.
     """
     if not shape or not layout.axes or not isinstance(shape[0], int):
@@ -123,11 +132,11 @@ def batch_replicated_if_uneven(layout, shape, batch_axis):
 
 
 def check_layout(layout, shape, what):
-    """Raises `ValueError` unless a layout can hold a tensor of this shape.
+    """Raises `ValueError` unless a layout fits a tensor of this shape.
 
     Args:
         layout: `TensorLayout` with a mesh.
-        shape: Tuple of ints; a dim that is unknown while tracing is no int.
+        shape: Tuple of ints. While tracing, an unknown dim is not an int.
         what: String that names the tensor, such as `"variable 'up/kernel'"`.
     """
     shape = tuple(shape)

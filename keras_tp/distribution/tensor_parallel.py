@@ -26,52 +26,52 @@ from keras_tp.distribution.tensor_layout import format_bytes
 
 
 class TensorParallel(ModelParallel):
-    """Distribution that splits variables as a plan says.
+    """Distribution that splits variables according to a plan.
 
-    With `plan=`, variables have their final layout from birth:
+    With `plan=`, variables are created in their final layout.
 
-    ```python
-    plan = plan_sharding(build_model, DeviceMesh((1, 4), ["batch", "model"]))
-    with TensorParallel(plan=plan).scope():
-        model = build_model()
-    ```
+    Without it, each variable is at first split along its largest dim that
+    divides evenly. The model is planned before its first compile, fit, call or
+    save. Its variables then move to the plan's layouts one at a time and keep
+    their values. A model that contains this model is planned again.
 
-    Without it, each variable is born split along its largest dim that
-    divides. Before the model's first compile, fit, call or save it is planned,
-    and its variables move to the plan's layouts, one at a time, values
-    unchanged. A model around it plans anew.
+    Example:
 
     ```python
     set_distribution(TensorParallel())
     model = build_model()
     model.fit(x, y)
+    # Or with a plan:
+    plan = plan_sharding(build_model, DeviceMesh((1, 4), ["batch", "model"]))
+    with TensorParallel(plan=plan).scope():
+        model = build_model()
     ```
 
     Args:
-        device_mesh: `DeviceMesh`. Defaults to that of the plan, or all devices
-            on one axis, `"model"`.
+        device_mesh: `DeviceMesh`. Defaults to the mesh of the plan, or to all
+            devices on one axis, `"model"`.
         batch_dim_name: String, mesh axis that splits the first dim of the
-            data. Defaults to the axis of the mesh that is called `"batch"` or
-            `"data"`, if there is one.
+            data. Defaults to the mesh axis `"batch"` or `"data"`, if there is
+            one.
         plan: `ShardingPlan`. Defaults to `None`: each model is planned when it
             is first used.
         overrides: Dict, as `plan_sharding` takes it, for those plans. Defaults
             to `None`.
-        strict: Boolean. Whether a variable of two dims or more above 1 MiB
-            that a plan leaves whole is a `ValueError`, unless `overrides`
-            names its path. Defaults to `False`.
-        auto_shard_dataset: Boolean. Whether, where there are several
-            processes, each is fed only its part of a dataset. Defaults to
-            `True`.
+        strict: Boolean. Whether to raise a `ValueError` if a model cannot be
+            planned, a variable is not in the plan, or the plan replicates a
+            variable of two or more dims above 1 MiB that no override names.
+            Defaults to `False`.
+        auto_shard_dataset: Boolean. Whether each of several processes is
+            given the whole data; see `Distribution`. Defaults to `True`.
 
     Attributes:
-        shard_optimizer: Boolean. Whether the optimizer's slots are split over
-            the batch axis too, to be set before they are made; see
-            `ModelParallel`. `False` at first.
+        shard_optimizer: Boolean. Whether optimizer slots are split over the
+            batch axis too; see `ModelParallel`. Set it before the slots are
+            made. Defaults to `False`.
 
     Raises:
-        ValueError: if the mesh is not that of the plan, both a plan and
-            overrides are given, or the batch axis is unknown.
+        ValueError: if `device_mesh` is not the mesh of the plan, both a plan
+            and overrides are given, or the batch axis is unknown.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class TensorParallel(ModelParallel):
             batch_dim_name=batch_dim_name,
             auto_shard_dataset=auto_shard_dataset,
         )
-        # Keras takes the first axis for want of one.
+        # Keras replaces `None` with the first axis.
         self._batch_dim_name = batch_dim_name
         self.plan = plan
         self._is_given = plan is not None
@@ -132,7 +132,7 @@ class TensorParallel(ModelParallel):
             return self._replicated(shape)
         axes = self._axes_of(variable)
         if axes is None:
-            # What is added before a plan is made is in the plan.
+            # A variable that is added before planning will be in the plan.
             layout = self.plan and derived_variables.layout_for(variable)
             if layout is not None:
                 self._note(variable, layout.axes)
@@ -142,7 +142,7 @@ class TensorParallel(ModelParallel):
         return TensorLayout(axes, self.device_mesh)
 
     def _check_shape(self, variable):
-        """Raises `ValueError` if the plan is of a model of other sizes."""
+        """Raises `ValueError` if the plan is for a model of other sizes."""
         shape = tuple(variable.shape)
         row = self._row(variable)
         if (
@@ -161,10 +161,10 @@ class TensorParallel(ModelParallel):
             )
 
     def _axes_of_quantized(self, variable):
-        """Returns the axes that a plan of a quantized model gives, or `None`.
+        """Returns the axes from the plan of a quantized model, or `None`.
 
-        Built, the model may not be quantized yet. What will be replaced is
-        split meanwhile as it can be.
+        The model may be quantized after it is built. Until then, a kernel that
+        will be replaced is split along its largest dim that divides evenly.
         """
         row = self._row(variable)
         if row is None or row.dtype != "int8":
@@ -179,9 +179,9 @@ class TensorParallel(ModelParallel):
         variable._awaits_plan = False
 
     def _axes_of(self, variable):
-        """Returns the axes noted for a variable, or `None`."""
+        """Returns the axes recorded for a variable, or `None`."""
         found, axes = self._planned.get(id(variable), (lambda: None, None))
-        # An id is given to another one when its variable is gone.
+        # Python may reuse the id of a variable that is gone.
         return axes if found() is variable else None
 
     def plan_model(self, model):
@@ -204,7 +204,8 @@ class TensorParallel(ModelParallel):
         for variable in model.weights:
             row, shape = self.plan[variable.path], tuple(variable.shape)
             # A path may have several variables, as a kernel and its packed
-            # values while GPTQ quantizes it. The plan keeps them whole.
+            # values while GPTQ quantizes it. One of another shape than the
+            # plan's is replicated.
             is_alike = row.shape == shape
             axes = row.layout_axes if is_alike else (None,) * len(shape)
             self._note(variable, axes)
@@ -228,7 +229,7 @@ class TensorParallel(ModelParallel):
         self._report(model)
 
     def _keep_provisional(self, model, error):
-        """Leaves a model that cannot be planned split as it was born."""
+        """Keeps the initial layouts of a model that cannot be planned."""
         message = (
             f"{error} Without a plan, each variable stays split along its "
             "largest dim that divides: the numbers are right, and the "
@@ -241,7 +242,7 @@ class TensorParallel(ModelParallel):
         warnings.warn(message, stacklevel=2)
 
     def why_replicated(self, variable):
-        """Returns why the plan leaves a variable whole."""
+        """Returns why the plan replicates a variable."""
         row = self._row(variable)
         return "not in the plan" if row is None else row.why
 
@@ -325,7 +326,7 @@ def _matches_any(pattern, model):
 
 
 def _largest_dim_split(shape, device_mesh):
-    """Returns the axes of the layout that a variable is born in."""
+    """Returns axes that split the largest dim that divides evenly."""
     axis = planner.model_axis(device_mesh)
     count = dict(zip(device_mesh.axis_names, device_mesh.shape)).get(axis, 1)
     axes = [None] * len(shape)
@@ -341,7 +342,7 @@ def _move_to_plan(model, distribution):
     planned = sharded_model.planned_layouts(model, distribution)
     for variable, made, layout in planned:
         before = variable._layout
-        # What followed its kernel is in the plan now.
+        # A variable that followed its kernel is in the plan now.
         variable._origin = made
         if before is None or tuple(before.axes) != tuple(layout.axes):
             lib.relayout_variable(variable, layout)

@@ -1,4 +1,4 @@
-"""What variables and layers were made under: role, model, distribution."""
+"""Records the role, model and distribution of variables and layers."""
 
 import collections
 import contextlib
@@ -27,31 +27,31 @@ class Origin(
         "Origin", ["role", "root", "distribution", "follows"], defaults=[None]
     )
 ):
-    """Where a variable comes from, noted when it is made.
+    """The origin of a variable, recorded when it is made.
 
     Args:
         role: One of `"weight"`, `"slot"`, `"metric"` and `"seed"`.
         root: Name of the outermost model in the variable's path, or `None`
-            where the first part of the path is not a model.
+            if the first part of the path is not a model.
         distribution: The `Distribution` that was set, or `None`.
-        follows: String, why what splits its kernel does not split it, of a
-            variable that LoRA or quantization added. Defaults to `None`.
+        follows: String, why a variable that LoRA or quantization added is not
+            split like its kernel. Defaults to `None`, for other variables.
     """
 
 
 _UNKNOWN = Origin(WEIGHT, None, None)
-# The models that were made while the hooks were in place, in that order.
+# Number -> model, for the models made while the hooks are installed.
 _models = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 def origin_of(variable):
-    """Returns the `Origin` of a variable; unless noted, a plain weight's."""
+    """Returns the `Origin` of a variable, by default a plain weight's."""
     return getattr(variable, "_origin", _UNKNOWN)
 
 
 def current_origin():
-    """Returns the `Origin` of a variable that would be made right now."""
+    """Returns the `Origin` that a variable made now would have."""
     callers = [(scope.name, scope.caller) for scope in _name_scopes()]
     role = WEIGHT
     for kind, name in _ROLES:
@@ -61,9 +61,9 @@ def current_origin():
 
 
 def current_root():
-    """Returns the name of the model that opens the current path, or `None`."""
+    """Returns the model name that begins the current path, or `None`."""
     scopes = _name_scopes()
-    # A scope with an absolute parent starts the path anew.
+    # A scope with an absolute parent path starts a new path.
     path = []
     for scope in scopes:
         if scope.override_parent is not None:
@@ -87,7 +87,7 @@ def note_origin(original):
 
 @contextlib.contextmanager
 def scope_of(value):
-    """Makes a distribution, or `None`, the current one for a while."""
+    """Context in which a distribution, or `None`, is the current one."""
     before = distribution()
     set_distribution(value)
     try:
@@ -109,20 +109,20 @@ def made_under(layer):
 
 
 def note_made_under(layer, value):
-    """Notes that a layer, and all layers inside it, have a distribution."""
+    """Records a distribution for a layer and all layers inside it."""
     for part in layer._flatten_layers():
         vars(part)["_made_under"] = value
 
 
 def live_models():
-    """Returns the models that were made under keras_tp, in that order."""
+    """Returns the live models, in the order in which they were made."""
     return [model for _, model in sorted(_models.items(), key=lambda m: m[0])]
 
 
 def note_layer(original):
     """Wraps `Layer.__new__`: a layer is built under its own distribution.
 
-    It may be built long after the scope in which it was made.
+    A layer may be built long after the scope in which it was made.
     """
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""A distributed model against its twin on one device."""
+"""Compares a distributed model with its twin on one device."""
 
 import collections
 import io
@@ -11,11 +11,12 @@ from keras_tp.distribution import reference_run
 from keras_tp.distribution.arguments import check_distribution
 from keras_tp.distribution.planning.trace import no_trace_left
 
-# A sum over devices is rounded in another order, and the layers after it add
-# to that: a layer diverges beyond this many times the tolerance.
+# A sum over devices is rounded in another order, and later layers add to the
+# error. A layer diverges beyond this many times the tolerance.
 _LAYER_FACTOR = 10
-# Below this part of the largest gradient of its variable, or of the model, a
-# gradient is rounding. Optimizers that divide by its size make steps of it.
+# A gradient below this fraction of the largest one of its variable, or of the
+# model, is rounding error. Optimizers that divide by its size make full steps
+# of it.
 _ROUNDING = 1e-3
 _ROUNDING_OF_MODEL = 1e-6
 _EPSILON = float(np.finfo("float32").eps)
@@ -32,42 +33,42 @@ class WeightDifference(
         ["path", "layer", "difference", "compared", "size"],
     )
 ):
-    """How far a weight is from its twin's after the last step.
+    """The difference of a weight from its twin's after the last step.
 
     Args:
         path: String.
         layer: String, path of its layer.
         difference: Float, the largest `|a - b| / max(1, |b|)`.
-        compared: Int, number of its elements that were compared.
-        size: Int, number of its elements. Elements whose gradient is rounding
-            are left out where the optimizer has slots: Adam and its kin make
-            whole steps of it.
+        compared: Int, number of its elements that were compared. If the
+            optimizer has slots, elements whose gradient is rounding error are
+            left out: Adam and similar optimizers make full steps of it.
+        size: Int, number of its elements.
     """
 
 
 class VerificationReport:
-    """What `verify` found. Printed, it is a table.
+    """The result of `verify`. `print` shows a table.
 
     Args:
         rtol: Float, the tolerance.
-        losses: List of pairs of floats, for each step: the loss on one device
-            and the distributed one.
+        losses: List of pairs of floats, one for each step: the loss on one
+            device and the distributed loss.
         weights: List of `WeightDifference`.
         outputs: List of `(layer path, difference)`, in the order of the first
-            forward pass: the largest difference of its outputs, relative to
-            the largest of them.
-        divergence: Pair of the path of the first layer that diverges and
-            where, or `None`.
+            forward pass: the largest difference of the layer's outputs,
+            relative to the largest output.
+        divergence: Pair of `layer` and `where`, or `None`.
 
     Attributes:
         passed: Boolean. Whether nothing diverges: losses and weights are
             within `rtol`, weights relative to `max(1, |w|)`.
         layer: String, path of the first layer that diverges; `None` if none.
         where: One of `"initial values"`, `"forward pass"`, `"first update"`
-            and `"final weights"`; `None` if no layer diverges. An update goes
-            wrong in the order of the backward pass, so that the layer is the
-            last one of the model with a wrong gradient: that, or what arrives
-            at it from the layers that use its output, is wrong.
+            and `"final weights"`; `None` if no layer diverges. Updates are
+            compared in the order of the backward pass, so the layer is the
+            last one of the model with a wrong gradient. Either this gradient
+            is wrong, or the gradients that arrive from the layers that use
+            its output.
         loss_difference: Float, the largest relative difference of a loss.
         weight_difference: Float, the largest difference of a weight.
     """
@@ -136,12 +137,17 @@ def verify(
 ):
     """Trains a model under a distribution and its twin on one device.
 
-    The twin is trained in a child process, which knows of no distribution, so
-    nothing that is wrong in this one can reach it. The child imports
-    `build_fn`, and so the module that it is defined in: where that is the
-    script itself, what the script does stands below
-    `if __name__ == "__main__":`. On accelerators both processes need memory
-    (JAX: set `XLA_PYTHON_CLIENT_PREALLOCATE=false`).
+    The twin is trained in a child process without a distribution, so that an
+    error in this process cannot reach it. The child imports the module that
+    defines `build_fn`. If that is the script itself, its other code must be
+    below `if __name__ == "__main__":`. On accelerators both processes need
+    memory (JAX: set `XLA_PYTHON_CLIENT_PREALLOCATE=false`).
+
+    Both start with one forward pass in training mode, in which the outputs of
+    each layer are recorded, and then take their steps. In a run of several
+    processes, every process must call this; the first one starts the child.
+    The random state of Keras, NumPy and Python, name counters and the current
+    distribution are restored afterwards.
 
     Example:
 
@@ -156,32 +162,26 @@ def verify(
         assert report.passed, report
     ```
 
-    Both start with one forward pass in training whose outputs are kept layer
-    by layer, and then take their steps. Where there are several processes,
-    every process calls this; the first one starts the child. Random state of
-    Keras, NumPy and Python, name counters and the distribution that is set
-    are as before the call.
-
     Args:
         build_fn: Callable without arguments that returns a compiled Keras
-            model, from a module that a child process can import. A model that
-            exists can be saved and built by
+            model, from a module that a child process can import. An existing
+            model can be saved and built by
             `functools.partial(keras.models.load_model, path)`.
         distribution: `Distribution`.
         x: Inputs, a structure of arrays.
         y: Targets, a structure of arrays.
         steps: Int, number of training steps. Defaults to 5.
-        batch_size: Int. Batches follow each other in the data, from its start
-            again when it ends. Defaults to all of `x` in every step.
-        seed: Int, of the initial values and of dropout. Defaults to 0.
+        batch_size: Int. Batches follow each other and start again at the end
+            of the data. Defaults to all of `x` in every step.
+        seed: Int, seed of initial values and dropout. Defaults to 0.
         rtol: Float, the tolerance. Defaults to `1e-5`.
 
     Returns:
         A `VerificationReport`; the same in every process.
 
     Raises:
-        ValueError: if a child process cannot be given `build_fn`, or what it
-            returns is not compiled or differs between the two.
+        ValueError: if a child process cannot import `build_fn`, or the model
+            is not compiled or differs between the two processes.
         RuntimeError: if the child process fails.
     """
     check_distribution(distribution)
@@ -203,7 +203,7 @@ def _train_twin(*arguments):
     """Trains the twin in a child of the first process. A collective."""
     lib = backend.distribution_lib
     child = reference_run.Child(*arguments) if lib.process_id() == 0 else None
-    # However long it takes, the others are not kept waiting in a collective.
+    # Short collectives in a loop, because a long wait in one would time out.
     while not lib.from_first_process(child and child.has_ended(1.0)):
         pass
     result = reference_run.sent(
@@ -221,11 +221,11 @@ def _train_twin(*arguments):
 
 
 def compare(reference, run, rtol):
-    """Compares two `twin.Run`s of one model.
+    """Compares two runs of one model.
 
     Args:
-        reference: `twin.Run` on one device.
-        run: `twin.Run` under a distribution.
+        reference: `reference_run.Run` on one device.
+        run: `reference_run.Run` under a distribution.
         rtol: Float, the tolerance.
 
     Returns:
@@ -294,7 +294,7 @@ def _weight_differences(reference, run):
 
 
 def _compared_elements(reference):
-    """Returns for each weight where its gradient is more than rounding."""
+    """Returns masks of the elements whose gradient exceeds rounding error."""
     largest = collections.defaultdict(float)
     for arrays in reference.slots:
         for kind, slot in enumerate(arrays):
@@ -308,10 +308,10 @@ def _compared_elements(reference):
                 size = np.abs(slot)
                 own = float(np.max(size, initial=0.0))
                 if own > _ROUNDING_OF_MODEL * largest[kind]:
-                    # What has no gradient at all stays where it was.
+                    # An element without a gradient keeps its value.
                     mask |= (size > _ROUNDING * own) | (size == 0)
             else:
-                # Factored: what belongs to an element is not known.
+                # A factored slot has no entry for each element.
                 mask[...] = True
         masks.append(mask)
     return masks
@@ -336,7 +336,7 @@ def _first_output(outputs, rtol):
 
 
 def _first_update(reference, run, rtol):
-    """Looks for the first wrong update: buffers, then the backward pass."""
+    """Finds the first wrong update: in buffers, then in the backward pass."""
     order = {path: i for i, (path, _) in enumerate(run.outputs)}
     last = len(order)
     buffers, gradients = [], []
@@ -347,7 +347,7 @@ def _first_update(reference, run, rtol):
             if not _same_update(reference, run, index, rtol):
                 buffers.append((at, weight.layer))
         elif not compared[index].any():
-            # All of its gradient is rounding.
+            # All of its gradient is rounding error.
             continue
         elif run.slots[index]:
             same = all(
@@ -371,7 +371,7 @@ def _updates(reference, run, index):
 
 
 def _same_update(reference, run, index, rtol):
-    """Whether an update that is linear in the gradient is the twin's."""
+    """Whether an update that is linear in the gradient equals the twin's."""
     a, b = _updates(reference, run, index)
     size = float(np.max(np.abs(b), initial=0.0))
     value = float(np.max(np.abs(reference.values[0][index]), initial=0.0))
@@ -380,7 +380,7 @@ def _same_update(reference, run, index, rtol):
 
 
 def _alike(reference, run, index):
-    """Whether most of an update is the twin's: a few numbers may be noise."""
+    """Whether an update equals the twin's on average; few elements may not."""
     a, b = _updates(reference, run, index)
     allowed = 0.01 * np.mean(np.abs(b)) + 4 * _EPSILON
     return bool(np.mean(np.abs(a - b)) <= allowed)
@@ -391,7 +391,7 @@ def _relative(a, b):
 
 
 def _of_largest(a, b):
-    """Returns the largest difference, relative to the largest number of b."""
+    """Returns the largest difference, relative to the largest number in `b`."""
     a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
     if a.shape != b.shape:
         return float("inf")

@@ -1,4 +1,4 @@
-"""Files that do not fit a model are found out before it is touched."""
+"""Checks that a file fits a model before the model changes."""
 
 import contextlib
 import functools
@@ -16,8 +16,8 @@ from keras.src.distribution.distribution_lib import distribution
 from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import one_writer
 
-# What reading a damaged archive, JSON or HDF5 raises. No other `RuntimeError`:
-# those of processes that are missing are no fault of the file.
+# Errors from a damaged archive, JSON or HDF5. Plain `RuntimeError` is left out:
+# missing processes raise it, and the file is not at fault.
 _DAMAGE = (
     EOFError,
     KeyError,
@@ -32,10 +32,10 @@ _DAMAGE = (
 
 
 class _DryRun(StatelessScope):
-    """Scope in which `assign` checks its value and then forgets it.
+    """Scope in which `assign` checks its value and then drops it.
 
     Args:
-        last_read: List that holds the array that was read from the file last.
+        last_read: List that holds the last array read from the file.
     """
 
     def __init__(self, last_read):
@@ -72,8 +72,8 @@ def _kind(dtype):
 def check_before_loading(original):
     """Wraps `saving_lib.load_weights_only` with a pass that assigns nothing.
 
-    The pass reads the whole file, one variable at a time, and compares each
-    with the variable that it is for.
+    The pass reads the whole file, one value at a time, and compares each value
+    with its variable.
     """
 
     @functools.wraps(original)
@@ -104,7 +104,10 @@ def _warn_of_conversions(filepath, converted):
 
 
 def outside_of_the_pass(original):
-    """Wraps `saving_lib.get_attr_skipset`, which makes objects to look at."""
+    """Wraps `saving_lib.get_attr_skipset` to leave the pass meanwhile.
+
+    It makes sample objects, whose variables must not be made in the pass.
+    """
 
     @functools.wraps(original)
     def get_attr_skipset(obj_type):

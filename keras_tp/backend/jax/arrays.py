@@ -1,4 +1,4 @@
-"""Arrays that several processes hold: their values, and how they are made."""
+"""Creates and reads arrays that span several processes."""
 
 import functools
 
@@ -24,8 +24,9 @@ def place(value, sharding):
     """Returns an array with a sharding, eagerly.
 
     Args:
-        value: Array. One that this process alone holds has to be the same in
-            all of them, which is compared: then this is a collective.
+        value: Array. If the sharding spans several processes and the array
+            does not, it has to be the same in every process. The processes
+            compare it; the call is then a collective.
         sharding: `jax.sharding.Sharding`.
     """
     if sharding.is_fully_addressable or is_spread(value):
@@ -38,7 +39,7 @@ def place(value, sharding):
 
 
 def from_whole(value, sharding):
-    """Returns an array of which every process holds all, with a sharding."""
+    """Returns a sharded array of a value that every process holds whole."""
     value = np.asarray(value)
     return jax.make_array_from_callback(
         value.shape, sharding, lambda position: value[position]
@@ -46,7 +47,7 @@ def from_whole(value, sharding):
 
 
 def hook_value(original):
-    """The whole value of an array, which `numpy()` and saving ask for."""
+    """Gathers the whole value of an array, for numpy and for saving."""
 
     def _value(self):
         if _needs_communication(self):
@@ -58,10 +59,10 @@ def hook_value(original):
 
 
 def hook_distribute_tensor(original):
-    """A value that each process has on its own devices becomes one array.
+    """Makes one array of a value that every process has.
 
-    An array on one device becomes one of the mesh, if that is the mesh's only
-    device: Keras would leave it, and warn of arrays with a mesh and without.
+    On a mesh of one device, an array gets the mesh's sharding. Keras would
+    leave it as it is, and warn of variables with a mesh and without.
     """
 
     @functools.wraps(original)

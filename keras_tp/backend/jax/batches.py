@@ -1,4 +1,4 @@
-"""Batches as arrays over the devices of several processes."""
+"""Places batches on the devices of one or several processes."""
 
 import functools
 import math
@@ -16,13 +16,13 @@ from keras_tp.backend.processes import data_shards
 
 
 def fitting_sharding(shape, layout):
-    """Returns the sharding for a batch: replicated if it does not divide.
+    """Returns the sharding of a batch: replicated if it does not divide.
 
-    Replicating a batch over the batch axis leaves its numbers as they are:
-    every device computes all of it, and the mean is over the same samples.
+    Replication does not change the results: every device computes the whole
+    batch, and the mean is over the same samples.
 
     Args:
-        shape: Tuple of ints, of the global batch.
+        shape: Tuple of ints, shape of the global batch.
         layout: `TensorLayout` or `jax.sharding.Sharding`.
     """
     sharding = getattr(layout, "backend_layout", layout)
@@ -39,19 +39,19 @@ def fitting_sharding(shape, layout):
 
 
 def is_sparse(array):
-    """Returns whether an array of a batch is a sparse one, such as a `BCOO`."""
+    """Returns whether an array is sparse, such as a `BCOO`."""
     return isinstance(array, sparse.JAXSparse)
 
 
 def replicate_sparse(array, layout):
-    """Returns a sparse array that each device of a mesh holds whole.
+    """Returns a sparse array, replicated over the devices of a mesh.
 
-    It is a list of entries, which the batch axis cannot split by rows. The
-    numbers are those of one device, as for a batch that does not divide.
+    A sparse array is a list of entries, so the batch axis cannot split it by
+    rows. The results do not change, as for a batch that does not divide.
 
     Args:
         array: `jax.experimental.sparse.JAXSparse`, the same in every process.
-        layout: `TensorLayout` or `jax.sharding.Sharding`, of a dense array.
+        layout: `TensorLayout` or `jax.sharding.Sharding` of a dense array.
     """
     sharding = getattr(layout, "backend_layout", layout)
     if isinstance(sharding, jax.sharding.NamedSharding):
@@ -70,13 +70,13 @@ def replicate_sparse(array, layout):
 
 
 def parts_of(current):
-    """Returns the `Parts` that processes are given under a distribution.
+    """Returns the part of each batch that each process receives.
 
     Args:
         current: A `Distribution`, or `None`.
 
     Returns:
-        `Parts`; `None` where every process is given the global batch.
+        `Parts`, or `None` if every process receives the global batch.
     """
     if current is None or getattr(current, "auto_shard_dataset", True):
         return None
@@ -93,13 +93,13 @@ def parts_of(current):
 
 
 def place(batch, current, is_part=False):
-    """Returns a batch as arrays under a distribution.
+    """Places a batch on the devices, as a distribution lays it out.
 
     Args:
         batch: Structure of arrays: the global batch, the same in every
             process, or this process's part.
         current: The `Distribution`.
-        is_part: Boolean. Defaults to `False`.
+        is_part: Boolean. Whether `batch` is a part. Defaults to `False`.
     """
     parts = parts_of(current) if is_part else None
 
@@ -126,9 +126,9 @@ def place(batch, current, is_part=False):
 
 
 def place_given(batch, current):
-    """Returns a batch, whole or a part as the distribution says, placed.
+    """Places a global batch or a part of one, as the distribution expects.
 
-    A collective where processes are given parts.
+    A collective if processes receive parts.
     """
     parts = parts_of(current)
     if parts is None or all(
@@ -143,7 +143,7 @@ def place_given(batch, current):
 
 
 def hook_distribute_data(original):
-    """A batch of `train_on_batch` and the like is the global one."""
+    """Places batches of `train_on_batch` and the like for all processes."""
 
     @functools.wraps(original)
     def _distribute_data(data, layouts=None):
@@ -156,7 +156,7 @@ def hook_distribute_data(original):
 
 
 def hook_predict_on_batch(original):
-    """Keras hands the batch to the step as it is."""
+    """Places the batch, which Keras passes to the step as it is."""
 
     @functools.wraps(original)
     def predict_on_batch(self, x):
@@ -169,7 +169,7 @@ def hook_predict_on_batch(original):
 
 
 def hook_epoch_iterator(original):
-    """All processes agree on how many batches there are."""
+    """Makes all processes agree on the number of batches."""
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
@@ -186,7 +186,7 @@ def hook_epoch_iterator(original):
 
 
 def hook_distributed_iterator(original):
-    """The batches of an epoch, in step with the other processes."""
+    """Yields the batches of an epoch in step with the other processes."""
 
     @functools.wraps(original)
     def _get_distributed_iterator(self, current):
@@ -202,7 +202,7 @@ def hook_distributed_iterator(original):
 
 
 def hook_symbolic_build(original):
-    """Processes with different models stop before they train."""
+    """Raises on every process, before training, if their models differ."""
 
     @functools.wraps(original)
     def _symbolic_build(self, iterator=None, data_batch=None):
@@ -214,7 +214,7 @@ def hook_symbolic_build(original):
 
 
 def _gather_rows(array, longest):
-    """Returns the list of the arrays of all processes, padded at the end."""
+    """Returns the arrays of all processes, padded at the end. A collective."""
     padded = np.zeros((longest, *array.shape[1:]), array.dtype)
     padded[: array.shape[0]] = array
     return list(multihost_utils.process_allgather(padded))

@@ -1,4 +1,4 @@
-"""Collectives of a compiled JAX program, counted in its optimised HLO."""
+"""Counts the collectives of a compiled JAX program in its optimised HLO."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from keras.src import backend
 from keras.src import tree
 from keras.src.backend.jax import trainer as jax_trainer
 
-# HLO's opcodes and the names that all backends use.
+# HLO opcode -> the name that all backends use.
 _OPCODES = {
     "all-reduce": "all_reduce",
     "all-gather": "all_gather",
@@ -70,15 +70,15 @@ def compile_step(model, x, y=None):
 def count(hlo):
     """Counts the collectives that one run of an HLO module executes.
 
-    A combined operation counts once for each tensor in it, and one in a loop
-    once for each trip. Groups of one device communicate nothing and are left
-    out.
+    A combined operation counts once for each of its tensors, an operation in a
+    loop once for each iteration. Groups of one device communicate nothing and
+    are not counted.
 
     Args:
         hlo: String, text of an optimised HLO module.
 
     Returns:
-        Dict of the collective's name to `(count, bytes)`; bytes are those of
+        Dict of the collective's name to `(count, bytes)`, with the bytes of
         the results on one device.
     """
     entry, computations = _parse(hlo)
@@ -88,7 +88,7 @@ def count(hlo):
 
 
 def _parse(hlo):
-    """Returns the entry's name and the lines of each computation."""
+    """Returns the entry computation's name, and each computation's lines."""
     computations = {}
     entry = None
     lines = None
@@ -110,7 +110,7 @@ def _add(computations, name, times, total):
             result, opcode, start = found.groups()
             sizes = _array_bytes(result)
             if start and opcode == "all-gather":
-                # The result of a start pairs the operands with the results.
+                # A start operation returns its operands, then its results.
                 sizes = sizes[len(sizes) // 2 :]
             elif start and opcode == "collective-permute":
                 sizes = sizes[1:2]

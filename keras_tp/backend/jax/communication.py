@@ -1,12 +1,12 @@
 """Collectives with gradients, for layers that are written by hand.
 
-A tensor has the devices of one mesh axis as its first dim, split over that
-axis: `x[i]` is what device `i` of the axis holds. Each function is a linear
-map of such tensors, so it means the same without any device: see `Returns:`.
-The other dims stay as they are split.
+The first dim of a tensor indexes the devices of one mesh axis, and is split
+over that axis: device `i` of the axis holds `x[i]`. The other dims keep their
+splits. Each function is a linear map of such tensors, so `Returns:` defines it
+without any device.
 
-Between processes of CPUs nothing is reduce-scattered: the sums of large parts
-(16 MiB, with jaxlib 0.10) would be wrong on one device, without an error
+Processes on CPUs use no reduce-scatter: with jaxlib 0.10, its sums of large
+parts (16 MiB) are wrong on one device, without an error
 (https://github.com/jax-ml/jax/issues/40830).
 """
 
@@ -17,12 +17,12 @@ from keras_tp.backend.jax import processes
 
 
 def all_reduce(x, device_mesh, axis):
-    """Adds up what the devices of an axis hold; each has the sum.
+    """Sums the parts of an axis's devices; each device gets the sum.
 
     The gradient is an all-reduce too.
 
     Args:
-        x: Tensor of shape `(n, ...)`, `n` devices being on the axis.
+        x: Tensor of shape `(n, ...)`; the axis has `n` devices.
         device_mesh: `DeviceMesh`.
         axis: String, axis of the mesh.
 
@@ -33,12 +33,12 @@ def all_reduce(x, device_mesh, axis):
 
 
 def all_gather(x, device_mesh, axis):
-    """Puts together what the devices of an axis hold; each has all of it.
+    """Concatenates the parts of an axis's devices; each device gets all.
 
     The gradient is a reduce-scatter.
 
     Args:
-        x: Tensor of shape `(n, k, ...)`, `n` devices being on the axis.
+        x: Tensor of shape `(n, k, ...)`; the axis has `n` devices.
         device_mesh: `DeviceMesh`.
         axis: String, axis of the mesh.
 
@@ -49,12 +49,12 @@ def all_gather(x, device_mesh, axis):
 
 
 def reduce_scatter(x, device_mesh, axis):
-    """Adds up what the devices of an axis hold; each has its part of the sum.
+    """Sums the parts of an axis's devices; each gets its part of the sum.
 
     The gradient is an all-gather.
 
     Args:
-        x: Tensor of shape `(n, n * k, ...)`, `n` devices being on the axis.
+        x: Tensor of shape `(n, n * k, ...)`; the axis has `n` devices.
         device_mesh: `DeviceMesh`.
         axis: String, axis of the mesh.
 
@@ -65,13 +65,13 @@ def reduce_scatter(x, device_mesh, axis):
 
 
 def broadcast(x, device_mesh, axis, source=0):
-    """Gives all devices of an axis what one of them holds.
+    """Sends the part of one device to all devices of an axis.
 
-    The gradient is the sum over the devices, on the one they came from. Done as
-    an all-reduce with zeros.
+    Implemented as an all-reduce with zeros. The gradient is the sum over the
+    devices, on the source device.
 
     Args:
-        x: Tensor of shape `(n, ...)`, `n` devices being on the axis.
+        x: Tensor of shape `(n, ...)`; the axis has `n` devices.
         device_mesh: `DeviceMesh`.
         axis: String, axis of the mesh.
         source: Int, index of the device on the axis. Defaults to 0.
@@ -88,13 +88,13 @@ def broadcast(x, device_mesh, axis, source=0):
 
 
 def scatter(x, device_mesh, axis, source=0):
-    """Gives each device of an axis its part of what one of them holds.
+    """Splits the part of one device over all devices of an axis.
 
-    The gradient is gathered on the device that the parts came from. Done as
-    a reduce-scatter with zeros.
+    Implemented as a reduce-scatter with zeros. The gradient is gathered on the
+    source device.
 
     Args:
-        x: Tensor of shape `(n, n * k, ...)`, `n` devices being on the axis.
+        x: Tensor of shape `(n, n * k, ...)`; the axis has `n` devices.
         device_mesh: `DeviceMesh`.
         axis: String, axis of the mesh.
         source: Int, index of the device on the axis. Defaults to 0.
@@ -111,7 +111,7 @@ def scatter(x, device_mesh, axis, source=0):
 
 
 def _map(function, x, device_mesh, axis):
-    """Runs a function on what each device of an axis holds."""
+    """Runs a function on the part of each device of an axis."""
     spec = jax.sharding.PartitionSpec(axis)
     return jax.shard_map(
         function,
@@ -124,7 +124,7 @@ def _map(function, x, device_mesh, axis):
 
 def _all_gather(part, axis):
     if processes.are_on_cpus():
-        # The gradient would be a reduce-scatter.
+        # The gradient of `jax.lax.all_gather` is a reduce-scatter.
         size = part.shape[1]
         whole = jnp.concatenate(
             [jnp.zeros_like(part)] * jax.lax.axis_size(axis), 1

@@ -1,7 +1,7 @@
 """Distribution on JAX: a variable is a `jax.Array` with a `NamedSharding`.
 
-GSPMD inserts the collectives. Keras's own JAX module does most of the work
-here; the functions are those that CONTRIBUTING.md lists for every backend.
+GSPMD inserts the collectives. Keras's own JAX module does most of the work.
+CONTRIBUTING.md lists the functions for every backend.
 """
 
 import functools
@@ -23,8 +23,8 @@ from keras_tp.backend.jax import processes
 from keras_tp.backend.processes import commands
 from keras_tp.backend.processes import supervisor
 
-# XLA gives up on a CPU collective whose participants do not arrive in time;
-# with more virtual devices than cores they arrive late.
+# XLA aborts a CPU collective whose participants do not arrive in time. With
+# more virtual devices than cores, they arrive late.
 _COLLECTIVE_TIMEOUT_S = 600
 _XLA_CPU_FLAGS = {
     "xla_cpu_collective_call_terminate_timeout_seconds": _COLLECTIVE_TIMEOUT_S,
@@ -57,8 +57,8 @@ def initialize(job_addresses, num_processes, process_id):
     """Joins the other processes through `jax.distributed`.
 
     Args:
-        job_addresses: String, comma-separated `host:port`; that of process 0
-            is enough. `None` where a scheduler that JAX knows says it.
+        job_addresses: String, comma-separated `host:port`; the address of
+            process 0 is enough. `None` if JAX can detect it from a scheduler.
         num_processes: Int, number of processes; `None` likewise.
         process_id: Int, index of this process; `None` likewise.
     """
@@ -76,43 +76,47 @@ def process_id():
 
 
 def from_first_process(value):
-    """Returns the value that process 0 gave, in every process.
+    """Returns the value of process 0, in every process.
 
-    A collective where there are several processes.
+    A collective if there are several processes.
 
     Args:
-        value: What `messages.encode` takes; ignored in the other processes.
+        value: A value that `messages.encode` accepts; ignored in the other
+            processes.
     """
     return processes.from_first(value)
 
 
 def meet(what):
-    """Waits until every process is here, where there are several.
+    """Waits until every process has called this function.
 
-    A collective.
+    A collective. One process alone does not wait.
 
     Args:
-        what: String that names what all processes have to call.
+        what: String that names the call, for the error.
 
     Raises:
-        RuntimeError: if a process does not come in time; says which.
+        RuntimeError: if a process does not arrive in time; names the process.
     """
     processes.meet(what)
 
 
 def collective_library(device_type):
-    """Returns what moves tensors between devices of a type: `"jax"`.
+    """Returns the name of the library that moves tensors between devices.
 
-    Which library it uses inside is not for a user to choose.
+    Always `"jax"`: a user cannot choose the library that JAX uses inside.
     """
     return "jax"
 
 
 def activate():
-    """Refuses to distribute where the numbers would depend on the devices.
+    """Checks the settings and agrees on one seed with the other processes.
 
-    Agrees with the other processes on one seed. A collective. Called before
-    the hooks are installed.
+    A collective. Called before the hooks are installed.
+
+    Raises:
+        ValueError: in Keras's NNX mode, or if a setting of JAX makes random
+            numbers depend on the number of devices.
     """
     if config.is_nnx_enabled():
         raise ValueError(
@@ -135,7 +139,7 @@ def hook_table():
 
 
 def is_tracing():
-    """Returns whether JAX traces a function, or a transformation of one."""
+    """Returns whether JAX is tracing, as under `jit` or `grad`."""
     return not core.trace_state_clean()
 
 
@@ -144,7 +148,7 @@ def distribute_tensor(tensor, layout):
 
     Args:
         tensor: `jax.Array` or tracer.
-        layout: `TensorLayout`, or a sharding of JAX.
+        layout: `TensorLayout` or `jax.sharding.Sharding`.
     """
     return keras_lib.distribute_tensor(tensor, layout)
 
@@ -153,11 +157,11 @@ def distribute_data_input(per_process_batch, layout, batch_dim_name):
     """Puts a batch on the devices.
 
     Args:
-        per_process_batch: Array, the global batch, the same in every process;
-            under a distribution with `auto_shard_dataset=False`, this
-            process's part of it, and then this is a collective.
-        layout: `TensorLayout`, or a sharding of JAX. A batch that it cannot
-            split evenly is replicated, and so is a sparse one.
+        per_process_batch: Array, the global batch, the same in every process.
+            Under a distribution with `auto_shard_dataset=False`, this
+            process's part of it; the call is then a collective.
+        layout: `TensorLayout` or `jax.sharding.Sharding`. A batch that it
+            cannot split evenly is replicated, and so is a sparse one.
         batch_dim_name: String, mesh axis that splits the batch.
 
     Returns:
@@ -186,7 +190,7 @@ def relayout_variable(variable, layout):
     """
     value = variable._value
     if layout is None:
-        # By way of the host: a plain array must not be tied to a device.
+        # Through the host: a plain array must not be committed to a device.
         moved = jax.numpy.asarray(np.asarray(value))
     else:
         moved = arrays.place(value, layout.backend_layout)
@@ -196,10 +200,9 @@ def relayout_variable(variable, layout):
 
 
 def variable_bytes_by_device(variable):
-    """Returns a dict of device name to the bytes that it holds of a variable.
+    """Returns a dict of device name to bytes of a variable on that device.
 
-    A collective where there are several processes: read from the live arrays
-    of each.
+    Read from the live array. A collective if several processes hold it.
     """
     held = {}
     for shard in variable._value.addressable_shards:
@@ -212,7 +215,7 @@ def variable_bytes_by_device(variable):
 
 
 def variable_axes(variable):
-    """Returns what splits each dim of a variable, read from the live array.
+    """Returns the mesh axes that split each dim of a variable's live array.
 
     Returns:
         Tuple with `None`, a mesh axis or a tuple of mesh axes for each dim;
@@ -226,16 +229,16 @@ def variable_axes(variable):
 
 
 def why_gathered(variable, layer):
-    """Returns why a layer puts a split variable together to compute with it.
+    """Returns why a layer gathers a split variable to compute with it.
 
     Args:
-        variable: A Keras variable of the layer, which is split.
+        variable: A split Keras variable of the layer.
         layer: A Keras layer.
 
     Returns:
-        String, empty if each device computes with its part of the variable.
+        String, empty if each device computes with its shard of the variable.
     """
-    # XLA splits the computation of every layer as its variables are.
+    # XLA splits the computation of every layer like its variables.
     return ""
 
 
@@ -259,8 +262,7 @@ def launch(plan, argv):
     """Runs a script on a number of devices, in this process or in several.
 
     Args:
-        plan: `supervision.Plan`. Where JAX finds no accelerator, virtual CPU
-            devices are made.
+        plan: `supervisor.Plan`. Without accelerators, JAX makes virtual CPUs.
         argv: List of strings: the script and its arguments.
     """
     plan = plan.with_processes()
@@ -283,7 +285,7 @@ def launch(plan, argv):
 
 
 def how_to_launch(device_count):
-    """Returns the sentence that says how to run this script on devices.
+    """Returns a sentence on how to run this script on several devices.
 
     Args:
         device_count: Int, number of devices.
@@ -299,12 +301,12 @@ def how_to_launch(device_count):
 
 
 def _process_variables(plan, device_count, local):
-    """Returns the environment variables of one of a host's processes."""
+    """Returns the environment variables of one process of a host."""
     found = {
         "XLA_FLAGS": _xla_flags(os.environ.get("XLA_FLAGS", ""), device_count)
     }
     if plan.processes_here > 1:
-        # Accelerators are divided too.
+        # The processes of a host share its accelerators too.
         own = range(local * device_count, (local + 1) * device_count)
         found["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, own))
     return found
@@ -331,7 +333,7 @@ def _to_backend_mesh(device_mesh):
     if count == 1:
         return mesh
     if mesh.size == 1:
-        # A copy in each process, on the first of its own devices.
+        # Each process has a copy, on its own first device.
         own = jax.local_devices(backend=mesh.devices.item().platform)[:1]
         return jax.sharding.Mesh(
             np.reshape(own, mesh.devices.shape), mesh.axis_names

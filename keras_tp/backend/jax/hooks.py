@@ -1,4 +1,4 @@
-"""What keras_tp replaces in Keras on JAX."""
+"""The hook table of the JAX backend."""
 
 import functools
 
@@ -35,12 +35,12 @@ def _hook_distribute_data_input(original):
 
 
 def _hook_repeat(original):
-    """Heads of keys that stay whole, repeated for those of queries.
+    """Repeats replicated KV heads for the query heads by a lookup.
 
-    `jnp.repeat` broadcasts to a new dim and joins it with the old one. Split
-    over more devices than there are heads, XLA would split both of these dims,
-    and gather what it so split in the backward pass. Looked up instead, each
-    device has its own, and the gradient is one sum.
+    `jnp.repeat` broadcasts to a new dim and merges it with the old one. If only
+    the query heads divide by the devices, XLA splits both of these dims, and
+    gathers them in the backward pass. With a lookup, each device takes its own
+    heads, and the gradient is summed over the devices once.
     """
 
     @functools.wraps(original)
@@ -73,7 +73,7 @@ def _hook_print_msg(original):
 
 
 def _of_several(hook):
-    """Returns the row for runs of several processes only."""
+    """Returns a row that replaces nothing in a run of one process."""
 
     def replace(original):
         if processes.world_size() == 1:

@@ -12,10 +12,10 @@ from keras.src.distribution.distribution_lib import distribution
 
 
 def hook_max_pool(original):
-    """Pools over dims that are whole on every device.
+    """Replicates the pooled dims before max pooling.
 
-    XLA's partitioner gives a wrong gradient where windows overlap, move by one
-    step, and cross the border of two devices. Batch and channels stay split.
+    XLA's partitioner computes a wrong gradient if windows overlap, have stride
+    1, and cross the border of two devices. Batch and channels stay split.
     """
 
     signature = inspect.signature(original)
@@ -31,7 +31,7 @@ def hook_max_pool(original):
         channels = 1 if form == "channels_first" else inputs.ndim - 1
         sharding = _whole_windows(mesh.backend_mesh, inputs.ndim, channels)
         outputs = original(_constrained(inputs, sharding), *args, **kwargs)
-        # And so its gradient.
+        # Constrains the gradient too.
         return _constrained(outputs, sharding)
 
     return max_pool

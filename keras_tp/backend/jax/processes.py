@@ -1,9 +1,9 @@
 """The processes of a run, each with some of the devices.
 
-`jax.distributed` joins them, detects schedulers by itself, notices a process
-that died, and has a store of keys through which they meet. A process waits for
-the others for as many seconds as the environment variable KERAS_TP_TIMEOUT
-says when this is imported, by default 45.
+`jax.distributed` joins the processes, detects schedulers, notices a process
+that died, and has a key-value store, which barriers use. The environment
+variable KERAS_TP_TIMEOUT, read when this module is imported, says how many
+seconds a process waits for the others. Defaults to 45.
 """
 
 import math
@@ -23,8 +23,8 @@ from keras_tp.backend.processes import timeouts
 from keras_tp.backend.processes.key_value_store import Store
 
 TIMEOUT_S = timeouts.timeout()
-# How long a process may be silent before JAX ends the others, without a word
-# about what they did: `watch` comes first.
+# Seconds of silence after which JAX ends the other processes without naming the
+# cause. Longer than the limits of `heartbeats`, which names it.
 _HEARTBEAT_S = math.ceil(TIMEOUT_S + 3 * progress.GRACE_S)
 
 _store = []
@@ -46,22 +46,22 @@ def is_first():
 
 
 def are_on_cpus():
-    """Returns whether devices are CPUs that communicate as processes do."""
+    """Returns whether the devices are CPUs that `jax.distributed` joins."""
     return jax.distributed.is_initialized() and jax.default_backend() == "cpu"
 
 
 def start(job_addresses=None, num_processes=None, process_id=None):
-    """Joins the other processes; does nothing if that was done.
+    """Joins the other processes; later calls do nothing.
 
-    What is not given, JAX finds out from the scheduler that started the
-    process, if there is one that it knows. Where nothing says that there are
-    others, this process is the only one.
+    JAX detects missing arguments from the scheduler that started the process,
+    if it supports that scheduler. If all three remain unknown, this process is
+    the only one.
 
     Args:
-        job_addresses: String, comma-separated `host:port`; that of process 0
-            is enough. Defaults to `None`.
-        num_processes: Int. Defaults to `None`.
-        process_id: Int. Defaults to `None`.
+        job_addresses: String, comma-separated `host:port`; the address of
+            process 0 is enough. Defaults to `None`.
+        num_processes: Int, number of processes. Defaults to `None`.
+        process_id: Int, index of this process. Defaults to `None`.
     """
     if jax.distributed.is_initialized():
         return
@@ -93,16 +93,16 @@ def start(job_addresses=None, num_processes=None, process_id=None):
             f"process_id={own}; num_processes={count}"
         )
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
-        # Or JAX takes SIGTERM for a notice, and the process goes on.
+        # Otherwise JAX takes SIGTERM as a notice, and the process goes on.
         jax.config.update("jax_enable_preemption_service", False)
     if count > 1:
-        # Programs of one device are not under way at once then; for those of
-        # several, see `programs`.
+        # Programs of one device then run one after the other. For programs of
+        # several devices, see `programs`.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     rendezvous.meet(address, count, own, TIMEOUT_S)
     left = TIMEOUT_S - (time.monotonic() - began)
     jax.distributed.initialize(
-        # As they were given: JAX asks the scheduler for the others itself.
+        # The original arguments: JAX detects missing ones itself.
         addresses[0],
         num_processes,
         process_id,
@@ -120,7 +120,7 @@ def store():
     """Returns the `Store` of the run.
 
     Raises:
-        RuntimeError: if JAX has several processes that were not joined here.
+        RuntimeError: if this process did not join `jax.distributed`.
     """
     if not _store:
         if distributed.global_state.client is None:
@@ -133,20 +133,20 @@ def store():
 
 
 def gather(value, what):
-    """Returns the list of a small value of every process. A collective."""
+    """Returns a list of one small value per process. A collective."""
     if world_size() == 1:
         return [value]
     return store().gather(value, what)
 
 
 def meet(what):
-    """Waits until every process is here; an error if one does not come."""
+    """Waits for all processes; raises if one does not come. A collective."""
     if world_size() > 1:
         store().meet(what)
 
 
 def longer():
-    """Returns a context in which a slow process is waited for. A collective."""
+    """Returns a context in which processes wait longer. A collective."""
     return store().longer()
 
 
@@ -164,7 +164,7 @@ def same_model(model):
 
 
 def same_array(array):
-    """Raises on every process unless all hold the same. A collective."""
+    """Raises on every process unless all hold the same array. A collective."""
     if world_size() > 1:
         consistency.same_array(
             lambda v: gather(v, "the value of a tensor"), array
@@ -172,19 +172,19 @@ def same_array(array):
 
 
 def random_state():
-    """Returns the state of generators that are the framework's: none.
+    """Returns the state of JAX's own random generators: an empty dict.
 
-    JAX has no generator beside Keras's counters.
+    JAX has no generator besides Keras's counters.
     """
     return {}
 
 
 def set_random_state(state):
-    """Puts back what `random_state` returned."""
+    """Does nothing: JAX has no random state of its own."""
 
 
 def agree_on_seed():
-    """Has all processes continue with the random state of process 0.
+    """Sets the random state of process 0 in all processes.
 
     A collective.
     """
@@ -195,7 +195,7 @@ def agree_on_seed():
 
 
 def _completed(address, count, own):
-    """Returns address, number and index, as JAX will find them."""
+    """Returns address, number and index, with missing ones detected by JAX."""
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
     return detect(address, count, own, None, None, math.ceil(TIMEOUT_S))[:3]

@@ -1,20 +1,19 @@
-"""Programs of several CPU devices run one after the other.
+"""Runs programs of several CPU devices one after the other.
 
 XLA runs a program that spans devices in the background, and launches the next
-one while it runs. On CPUs two programs that overlap can do harm:
+one meanwhile. On CPUs, programs that overlap can fail:
 
-- Devices of one process share a pool of threads. A device that waits in a
-  collective holds its thread. Where programs do not depend on each other, as
-  those of eager operations, the devices that they wait for may get no thread:
-  a deadlock. So a program with collectives is launched after the one before it
-  has ended. A train step is not held up: it takes the state that the step
-  before it returns, which orders the two on every device.
-- Devices of several processes exchange data in the order in which they send
-  it, whatever program it is for. A device that is behind would pass its data
-  to the wrong program: an error if sizes differ, wrong values if they do not.
-  So every program is waited for.
+- The devices of a process share a thread pool. A device that waits in a
+  collective holds its thread. If programs are independent, as eager operations
+  are, the other devices of the collective may get no thread: a deadlock. So a
+  program with collectives starts after the previous one has ended. A train
+  step does not wait: it takes the state that the previous step returns, which
+  orders the two steps on every device.
+- Across processes, messages are matched by order, not by program; overlapping
+  programs receive each other's data. If the sizes differ, that is an error; if
+  not, the values are wrong. So the process waits for the end of every program.
 
-`jax_cpu_enable_async_dispatch` concerns programs of one device only.
+`jax_cpu_enable_async_dispatch` applies to programs of one device only.
 """
 
 import functools
@@ -33,18 +32,18 @@ _COLLECTIVES = (
     "collective-broadcast",
     "reduce-scatter",
 )
-# Of a program that updates donated state.
+# In the HLO text of a program that updates donated state.
 _UPDATES = "input_output_alias"
 
-# Whether a program has to be launched alone, by its executable.
+# Executable -> whether its program has to run alone.
 _alone = weakref.WeakKeyDictionary()
-# A result of the program with collectives that was launched last.
+# A result of the last launched program with collectives.
 _last = []
 _lock = threading.Lock()
 
 
 def hook_fast_path(original):
-    """Programs that wait for others do not take JAX's path around `call`."""
+    """Keeps these programs off JAX's fast path, which skips `hook_call`."""
 
     @functools.wraps(original)
     def _get_fastpath_data(executable, *args, **kwargs):
@@ -57,7 +56,7 @@ def hook_fast_path(original):
 
 
 def hook_call(original):
-    """Waits for the program before this one, or for this one to end."""
+    """Waits for the previous program; with several processes, for this one."""
 
     @functools.wraps(original)
     def __call__(self, *args):
@@ -69,7 +68,7 @@ def hook_call(original):
             return original(self, *args)
         with _lock:
             for result in _last:
-                # One that was donated is waited for by what took it.
+                # The program that takes a donated result waits for it.
                 if not result.is_deleted():
                     result.block_until_ready()
             results = original(self, *args)
@@ -80,7 +79,7 @@ def hook_call(original):
 
 
 def hook_make_function(original):
-    """Notes what a step of `fit` returns, which JAX launches past `call`."""
+    """Keeps a result of a step of `fit`, which JAX runs past `hook_call`."""
 
     @functools.wraps(original)
     def _make_function(self, *args, **kwargs):
@@ -100,7 +99,7 @@ def hook_make_function(original):
 
 
 def _note(results):
-    """Notes the smallest result; all of a program are ready at once."""
+    """Keeps the smallest result; all results of a program end together."""
     arrays = [
         leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)
     ]
@@ -112,7 +111,7 @@ def _is_waited_for(call):
 
 
 def _is_alone(call):
-    """Whether a program of CPUs has collectives, and no state to update."""
+    """Returns whether a CPU program has collectives and updates no state."""
     if not _is_on_cpus(call) or len(call._local_devices) == 1:
         return False
     if call not in _alone:

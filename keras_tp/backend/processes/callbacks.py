@@ -1,6 +1,6 @@
-"""Callbacks run at their place in the loop, the same in every process.
+"""Runs callbacks at the same place in the loop in every process.
 
-Those that write files write them in one process, and all go on.
+Callbacks that write files write them in process 0 only.
 """
 
 import functools
@@ -27,12 +27,12 @@ _CSV = "keras.src.callbacks.csv_logger:CSVLogger"
 
 
 def table(processes):
-    """Returns the rows of a hook table, for a backend that has threads.
+    """Returns the rows of a hook table, for a backend with callback threads.
 
-    On TensorFlow Keras runs callbacks in the loop anyway.
+    On TensorFlow, Keras runs callbacks in the loop anyway.
 
     Args:
-        processes: The backend's module of that name, with `world_size`.
+        processes: The backend's `processes` module, with `world_size`.
     """
     return [
         Hook(
@@ -45,7 +45,7 @@ def table(processes):
 
 
 def progress_table():
-    """Returns the rows of a hook table that say when callbacks run."""
+    """Returns the rows of a hook table that note when callbacks run."""
     return [
         Hook(
             "keras.src.callbacks.callback_list:CallbackList",
@@ -73,11 +73,11 @@ def _noted(original):
 
 
 def _dispatch_in_step(processes, original):
-    """What a callback reads may be gathered from all processes.
+    """Runs batch callbacks in the training loop instead of in threads.
 
-    Keras runs callbacks of batches in threads beside the training loop. In
-    each process they could then come before the next step or after it, and one
-    would wait for what the others do not send.
+    A callback may read values that are gathered from all processes. In a
+    thread it could run before the next step in one process, and after it in
+    another. Then their collectives would not match, and both would wait.
     """
 
     @functools.wraps(original)
@@ -92,8 +92,9 @@ def files_table(processes):
     """Returns the rows of a hook table for callbacks that write files.
 
     Args:
-        processes: The backend's module of that name, with `meet`, `is_first`
-            and `world_size`.
+        processes: The backend's `processes` module, with `is_first`,
+            `longer`, `meet`, `random_state`, `set_random_state` and
+            `world_size`.
     """
     return [
         *(
@@ -169,7 +170,7 @@ def _save_backup(processes, original):
         with one_writer.noting({**progress, "random": state}):
             self.model.save_weights(self._weights_path, overwrite=True)
         if processes.is_first():
-            # Keras without keras_tp reads it here.
+            # For Keras without keras_tp, which reads the epoch from this file.
             with atomic_files.replaced(self._training_metadata_path) as path:
                 with open(path, "w") as file:
                     json.dump(progress, file)
@@ -184,14 +185,14 @@ def _keep(path, beside):
 
 
 def _load_backup(processes, original):
-    """The epoch is that of the weights, where the file of weights has one."""
+    """Restores the epoch from the weights file, if the file has one."""
 
     @functools.wraps(original)
     def _load_model(self):
         if not one_writer.has_a_layout(self.model):
             return original(self)
         metadata_path = self._training_metadata_path
-        # Keras reads the weights alone.
+        # Without a metadata file, Keras reads the weights only.
         self._training_metadata_path = ""
         try:
             original(self)
@@ -232,9 +233,9 @@ def _no_progress(path, text):
 
 
 def _end_in_first(processes, what, original):
-    """Process 0 removes or closes files when all processes are at the end.
+    """Removes or closes files in process 0 when all processes are at the end.
 
-    The others wait for it, so that they find the files as they will stay.
+    The others wait for it, so that they find the files in their final state.
     """
 
     @functools.wraps(original)
@@ -252,7 +253,7 @@ def _end_in_first(processes, what, original):
 
 
 def _save_orbax(processes, original):
-    """Orbax has its own way with several processes on JAX, and only there."""
+    """Saves in process 0, unless Orbax's multi-host mode (JAX only) is on."""
 
     @functools.wraps(original)
     def _save_checkpoint(self, step, logs=None):
@@ -271,7 +272,7 @@ def _save_orbax(processes, original):
 
 
 def _wait_for_orbax(processes, original):
-    """The folder is complete in all processes, or none goes on."""
+    """Makes all processes wait until the folder is complete."""
 
     @functools.wraps(original)
     def method(self, *args, **kwargs):
@@ -293,7 +294,7 @@ def _writes_orbax_for_all(callback, processes):
 
 
 def _in_first(processes, original):
-    """What needs no other process is done by the first alone."""
+    """Runs a method that needs no other process in process 0 only."""
 
     @functools.wraps(original)
     def method(self, *args, **kwargs):
@@ -304,7 +305,7 @@ def _in_first(processes, original):
 
 
 def _log_elsewhere(processes, original):
-    """The others write what nobody reads, into a folder that goes with them."""
+    """Makes the other processes log to a temporary folder."""
 
     @functools.wraps(original)
     def set_model(self, model):

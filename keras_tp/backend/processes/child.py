@@ -2,8 +2,8 @@
 
     python -m keras_tp.backend.processes.child SCRIPT [ARGUMENTS]
 
-What `keras_tp.launch` starts in each process. The script need not call
-`keras_tp.distribution.initialize`; it may.
+`keras_tp.launch` starts this module in each process. The script may call
+`keras_tp.distribution.initialize`, but does not have to.
 """
 
 import os
@@ -18,10 +18,10 @@ def main(argv):
     """Runs a script with its arguments.
 
     Args:
-        argv: List of strings.
+        argv: List of strings. The script and its arguments.
     """
     error_propagation.report_to_launcher()
-    # Keras, and the backend that it picks, take seconds to import.
+    # A late import, because Keras and its backend take seconds to import.
     from keras_tp import backend
 
     lib = backend.distribution_lib

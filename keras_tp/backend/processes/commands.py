@@ -1,4 +1,4 @@
-"""The commands that error messages tell users to run, and what they run."""
+"""The commands that error messages suggest, and the code behind them."""
 
 import builtins
 import os
@@ -7,24 +7,24 @@ import sys
 
 
 def in_notebook():
-    """Returns whether this process is a kernel or a shell of IPython."""
+    """Returns whether this process is an IPython kernel or shell."""
     return "ipykernel" in sys.modules or hasattr(builtins, "get_ipython")
 
 
 def script():
-    """Returns the script of this process, as it was named."""
+    """Returns this process's script as given, or `"script.py"` without one."""
     given = sys.argv[0]
     is_script = given not in ("", "-", "-c") and not in_notebook()
     return given if is_script else "script.py"
 
 
 def before_import(device_count, variables):
-    """Returns the sentence that says how to make virtual devices in a notebook.
+    """Returns a sentence that says how to get virtual devices in a notebook.
 
     Args:
-        device_count: Int, number of devices.
-        variables: Dict of environment variable to value, read when Keras's
-            backend is imported.
+        device_count: Int. Number of devices.
+        variables: Dict from environment variable to value. Keras's backend
+            reads them at import.
     """
     lines = "; ".join(
         f'os.environ["{name}"] = "{value}"' for name, value in variables.items()
@@ -37,15 +37,15 @@ def before_import(device_count, variables):
 
 
 def launch(device_count):
-    """Returns the command that runs this script on devices."""
+    """Returns the command that runs this script on `device_count` devices."""
     return f"python -m keras_tp.launch --devices {device_count} {script()}"
 
 
 def run_script(argv):
-    """Runs a script in this process, as if Python had been started with it.
+    """Runs a script in this process, as `python SCRIPT` does.
 
     Args:
-        argv: List of strings: the script and its arguments.
+        argv: List of strings. The script and its arguments.
     """
     sys.argv = list(argv)
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
@@ -56,8 +56,8 @@ def trace_of_script(trace):
     """Returns a traceback without the frames of `run_script` and its callers.
 
     Args:
-        trace: Traceback object; returned as it is if `run_script` is not part
-            of it.
+        trace: Traceback object. It is returned unchanged if it does not
+            contain `run_script`.
     """
     part = trace
     while part is not None:

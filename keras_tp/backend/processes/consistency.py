@@ -1,7 +1,7 @@
-"""Processes of one run hold the same, or all of them stop.
+"""Checks that the processes of a run agree, and stops all of them if not.
 
-All of these are collectives. `gather` is the backend's function that returns
-the list of a small value of every process.
+All of these functions are collectives. `gather` is the backend's function that
+gathers a small value from every process into a list.
 """
 
 import hashlib
@@ -25,10 +25,11 @@ def same_everywhere(gather, what, value, way_out, groups=None):
     Args:
         gather: Function.
         what: String that names the value.
-        value: Bytes or anything that `pickle` takes; a digest is compared.
-        way_out: String, a sentence that says how to make them equal.
-        groups: List with the group of each process; only those of one group
-            have to hold the same. Defaults to `None`: all are one group.
+        value: Bytes, or any object that `pickle` supports. Its digest is
+            compared.
+        way_out: String. Sentence that says how to make the values equal.
+        groups: List with the group of each process. Values are compared
+            within a group. Defaults to `None`: all processes are one group.
 
     Returns:
         List with the digest of each process.
@@ -61,13 +62,13 @@ def same_seed(gather):
 
 
 def one_seed(gather, is_first):
-    """Has all processes continue with the random state of process 0.
+    """Sets the random state of process 0 in all processes.
 
-    Initial values, shuffling and dropout masks are then those of one process.
+    Initial values, shuffling and dropout masks are then equal in all of them.
 
     Args:
         gather: Function.
-        is_first: Boolean, whether this is process 0.
+        is_first: Boolean. Whether this is process 0.
 
     Raises:
         ValueError: on every process, if they were given different seeds.
@@ -96,14 +97,14 @@ def same_array(gather, array, what="values"):
 def same_model(gather, model):
     """Compares a model and its layouts between all processes.
 
-    Values are not compared.
+    Values are not compared. Without a distribution, nothing is.
 
     Args:
         gather: Function.
         model: A Keras model.
 
     Raises:
-        ValueError: on every process, with the first path that differs.
+        ValueError: on every process, with the first line that differs.
     """
     current = distribution()
     if current is None:
@@ -132,7 +133,7 @@ def same_model(gather, model):
 
 
 def _described(model, current):
-    """Returns a line for each thing that has to be the same everywhere."""
+    """Returns one line for each property that all processes share."""
     mesh = current.device_mesh
     sizes = ", ".join(f"{a}={n}" for a, n in zip(mesh.axis_names, mesh.shape))
     lines = [

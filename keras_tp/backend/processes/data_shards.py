@@ -1,15 +1,14 @@
-"""Batches of an epoch, in step with the other processes.
+"""Keeps the batches of an epoch in step across processes.
 
-By default every process is given the same global batch, whatever kind of data
-it comes from, and its devices take their parts. With
-`auto_shard_dataset=False` and an axis that splits batches over processes, each
-process is given its own part only, as in `keras.distribution`: the global
-batch is made of the parts, one after the other in the order of that axis. The
-processes of one model group, which differ in other axes only, are given the
-same part.
+By default every process receives the same global batch, from any kind of data
+source, and its devices take their parts. With `auto_shard_dataset=False` and
+an axis that splits batches over processes, each process receives only its own
+part, as in `keras.distribution`. The global batch is the concatenation of the
+parts in the order of that axis. The processes of one model group differ along
+other axes only, and receive the same part.
 
-All of this is collective. `gather` is the function that returns the list of a
-small value of every process, given a name for what it is.
+All of these functions are collectives. `gather(value, what)` gathers a small
+value from every process into a list; `what` names the value in errors.
 """
 
 import collections
@@ -40,11 +39,14 @@ def table(processes):
     """Returns the rows of a hook table.
 
     Args:
-        processes: The backend's module of that name, with `world_size`.
+        processes: The backend's `processes` module, with `world_size`.
     """
 
     def hook_get_data_adapter(original):
-        """Keras's adapters see one process: devices take their part later."""
+        """Hides the distribution from Keras, which would require `tf.data`.
+
+        Devices take their parts of a batch later.
+        """
 
         @functools.wraps(original)
         def get_data_adapter(*args, **kwargs):
@@ -70,21 +72,21 @@ def table(processes):
 
 
 class Parts(collections.namedtuple("Parts", ["by_process", "axis_size"])):
-    """Which part of each batch a process is given.
+    """The part of each batch that each process receives.
 
     Args:
-        by_process: List of ints, the index of each process's part.
-        axis_size: Int, size of the mesh axis that splits batches.
+        by_process: List of ints. The index of each process's part.
+        axis_size: Int. Size of the mesh axis that splits batches.
     """
 
     @property
     def count(self):
-        """Number of parts that make a batch."""
+        """Number of parts in a batch."""
         return max(self.by_process) + 1
 
     @property
     def way_out(self):
-        """Sentence that says who has to hold what."""
+        """Sentence that says which part each process has to provide."""
         return (
             "With `auto_shard_dataset=False` each process is given its own "
             f"part of every batch, one of {self.count}, and the processes of "
@@ -94,20 +96,19 @@ class Parts(collections.namedtuple("Parts", ["by_process", "axis_size"])):
 
 
 def find_parts(coordinates, axis_size):
-    """Returns the `Parts` of processes that hold parts of the batch axis.
+    """Returns the `Parts` of processes that split the batch axis.
 
     Args:
-        coordinates: List with, for each process, the coordinates along the
-            batch axis of the devices that it has in the mesh.
-        axis_size: Int, size of that axis.
+        coordinates: List of one list per process: the coordinates of its
+            devices along the batch axis of the mesh.
+        axis_size: Int. Size of that axis.
 
     Returns:
-        `Parts`; `None` if all processes hold all of it, and so are given the
-        same.
+        `Parts`, or `None` if every process covers the whole axis, and so
+        receives the global batch.
 
     Raises:
-        ValueError: if the parts overlap, are not of equal size, or are not
-            one after the other.
+        ValueError: if parts overlap, are not contiguous, or differ in size.
     """
     held = [tuple(sorted(set(own))) for own in coordinates]
     parts = sorted(set(held))
@@ -130,18 +131,18 @@ def find_parts(coordinates, axis_size):
 
 
 class AgreedLength:
-    """A data adapter that counts the batches of all processes.
+    """A data adapter with a number of batches that all processes agree on.
 
-    A collective to make.
+    Its construction is a collective.
 
     Args:
         adapter: A `DataAdapter` of Keras.
         gather: Function.
-        is_part: Boolean, whether this process is given parts of batches.
+        is_part: Boolean. Whether this process receives parts of batches.
 
     Raises:
-        ValueError: on every process, if they are given the global batch and
-            have different numbers of them.
+        ValueError: on every process, if only some of them receive parts, or
+            if they receive different numbers of global batches.
     """
 
     def __init__(self, adapter, gather, is_part):
@@ -157,7 +158,7 @@ class AgreedLength:
                 "(`auto_shard_dataset=False`), and how many batches: "
                 f"{dict(enumerate(found))}"
             )
-        # Without a number, an epoch goes on until all have ended.
+        # Without a number, an epoch ends when all processes have no more data.
         self.num_batches = None if None in lengths else max(lengths)
 
     def __getattr__(self, name):
@@ -170,17 +171,18 @@ def in_step(batches, gather, parts, gather_rows):
     Args:
         batches: Iterable of global batches, or of parts.
         gather: Function.
-        parts: `Parts`, or `None` where every process is given global batches.
-        gather_rows: Function of an array and the length of the longest one,
-            which returns the list of the arrays of all processes, padded.
+        parts: `Parts`, or `None` if every process receives global batches.
+        gather_rows: Function of an array and the largest number of rows. It
+            returns the list of the arrays of all processes, padded.
 
     Yields:
-        Pairs of a batch and whether it is this process's part of the global
-        one. Where parts are not equally long, or the axis does not divide
-        them, all of them are put together.
+        Pairs of a batch and a boolean: whether the batch is this process's
+        part of the global batch. If the parts differ in length, or the size of
+        the axis does not divide the batch, the parts are concatenated.
 
     Raises:
-        ValueError: on every process, if they hold what they should not.
+        ValueError: on every process, if the first batches or the parts of a
+            batch do not match.
     """
     progress.source()
     iterator = iter(batches)
@@ -189,7 +191,7 @@ def in_step(batches, gather, parts, gather_rows):
     while True:
         if parts is None:
             if batch is None:
-                # Nobody is left waiting for a batch that has no partner.
+                # Otherwise a process with more batches would wait forever.
                 progress.end_of_data()
                 gather(None, "the end of the data")
                 return
@@ -203,12 +205,12 @@ def in_step(batches, gather, parts, gather_rows):
             progress.batch()
             yield placed
         progress.source()
-        # Others may have more.
+        # Other processes may have more batches.
         batch = None if batch is None else next(iterator, None)
 
 
 def fit_together(batch, gather, parts, gather_rows):
-    """Returns a batch of parts as `in_step` yields it; `None` at the end."""
+    """Returns a pair as `in_step` yields it, or `None` after all data."""
     rows, kind = -1, None
     if batch is not None:
         rows = _rows(batch)
@@ -239,7 +241,7 @@ def fit_together(batch, gather, parts, gather_rows):
     if len(set(all_rows)) == 1 and rows * parts.count % parts.axis_size == 0:
         return batch, True
     if batch is None:
-        # Takes part with nothing.
+        # This process contributes no rows.
         batch = tree.map_structure(_empty, kinds[0])
     first = [parts.by_process.index(index) for index in range(parts.count)]
 
@@ -253,7 +255,7 @@ def fit_together(batch, gather, parts, gather_rows):
 
 
 def _compare_first(batch, gather, parts):
-    """Raises unless processes begin an epoch with the batches they should."""
+    """Raises unless the first batches of an epoch match across processes."""
     held = None
     if batch is not None:
         held = [_to_compare(leaf) for leaf in tree.flatten(batch)]
@@ -282,7 +284,7 @@ _SPARSE = "sparse"
 
 
 def _kind(leaf):
-    """Says what has to be the same in all parts: all but an array's length."""
+    """Returns a leaf's dtype and shape without rows, equal in all parts."""
     if is_sparse(leaf):
         return _SPARSE
     if not _is_array(leaf):
@@ -292,7 +294,7 @@ def _kind(leaf):
 
 
 def _empty(kind):
-    """Returns an array without rows, of what `_kind` says."""
+    """Returns an array with 0 rows and the dims and dtype in `kind`."""
     if kind == _NO_ARRAY:
         return None
     shape, _, dtype = kind.rpartition(" ")
@@ -300,7 +302,7 @@ def _empty(kind):
 
 
 def is_sparse(leaf):
-    """Returns whether an array of a batch is a sparse one, of any library."""
+    """Returns whether a leaf is a sparse JAX, TensorFlow or scipy array."""
     return (
         data_adapter_utils.is_jax_sparse(leaf)
         or data_adapter_utils.is_tensorflow_sparse(leaf)
@@ -309,9 +311,9 @@ def is_sparse(leaf):
 
 
 def _to_compare(leaf):
-    """Returns what has to be the same in all processes."""
+    """Returns the content of a leaf, to compare it between processes."""
     if is_sparse(leaf):
-        # What it is made of, by the names of the libraries.
+        # The names of the components differ between the libraries.
         names = ("indices", "indptr", "row", "col", "data", "values")
         held = [getattr(leaf, name, None) for name in names]
         return [tuple(leaf.shape), *map(_to_compare, held)]

@@ -1,4 +1,4 @@
-"""An error of one process ends all of them, and they say whose it was."""
+"""Ends all processes after an error in one of them, and names that one."""
 
 import atexit
 import ctypes
@@ -14,32 +14,32 @@ from keras_tp import startup
 from keras_tp.backend.processes import commands
 from keras_tp.backend.processes import heartbeats
 
-# Where a launcher looks for the error of a process, to print the first one
-# last. The path may have environment variables in it, such as `$RANK`.
+# File for the error of a process. The launcher prints the first error last. The
+# path may contain environment variables, such as `$RANK`.
 ERROR_FILE = "KERAS_TP_ERROR_FILE"
-# How many devices the launcher was asked for, and the id of its process.
+# The number of devices requested, and the process id of the launcher.
 DEVICES = "KERAS_TP_DEVICES"
 PARENT = startup.LAUNCHER
-# Of the file beside that of the error with the time when a process ended.
+# Suffix of a second file, with the time when the process began to end.
 END = ".end"
 _KEY = "keras_tp/first_error"
-# How often a process looks whether another one failed, and how long it looks:
-# it holds up its own end by no more than that.
+# Seconds between two checks whether another process failed, and seconds that a
+# check takes. A check delays the end of its own process by no more than that.
 _POLL_S = 0.5
 _LOOK_S = 0.1
-# How long an error of the communication waits for news of its cause.
+# Seconds to wait for the cause of a communication error.
 _CAUSE_S = 1.5
 _code = []
 _error_file = []
-# Errors that may be due to another process.
+# Errors that another process may have caused.
 _communication_errors = [RuntimeError]
 
 
 def report_to_launcher():
-    """Has the uncaught error of this process shown by its launcher.
+    """Makes the launcher show an uncaught error of this process.
 
-    Does nothing in a process that no launcher started. What this process
-    starts itself reports as usual.
+    Does nothing in a process that no launcher started. Child processes of this
+    process report their errors as usual.
     """
     path = os.environ.pop(ERROR_FILE, None)
     if path is None:
@@ -50,7 +50,7 @@ def report_to_launcher():
 
 
 def _end_with_launcher():
-    """Has this process killed when the one that started it is."""
+    """Makes the system kill this process when its launcher ends."""
     parent = os.environ.get(PARENT)
     if parent is None or not sys.platform.startswith("linux"):
         return
@@ -61,9 +61,9 @@ def _end_with_launcher():
 
 
 def keep_signals():
-    """Has SIGTERM do what it does in Python, whatever a runtime made of it.
+    """Restores Python's handling of SIGTERM after a runtime replaced it.
 
-    TensorFlow takes it for a notice, and the process would go on.
+    TensorFlow treats it as a preemption notice, and the process would go on.
     """
     handler = signal.getsignal(signal.SIGTERM)
     is_main = threading.current_thread() is threading.main_thread()
@@ -72,9 +72,9 @@ def keep_signals():
 
 
 def note_end():
-    """Notes when this process began to end, for the launcher.
+    """Writes the time when this process began to end, for the launcher.
 
-    The others may report that it is gone before it is.
+    Other processes may report its end before the launcher notices it.
     """
     if _error_file:
         with open(_error_file[0] + END, "w") as file:
@@ -82,12 +82,12 @@ def note_end():
 
 
 def tell(text, summary=None, at=None):
-    """Writes an error where it is read: for the launcher, or to stderr.
+    """Writes an error to the launcher's file, or to stderr without a launcher.
 
     Args:
-        text: String, ends with a newline.
-        summary: String, says the same in short. Defaults to the text.
-        at: Float, when it was, in seconds since the epoch. Defaults to now.
+        text: String. The error. Ends with a newline.
+        summary: String. The error in short. Defaults to `text`.
+        at: Float. Time, in seconds since the epoch. Defaults to now.
     """
     if not _error_file:
         sys.stderr.write(text)
@@ -112,7 +112,7 @@ def tell_error(kind, error, trace):
 
 
 def _add_cause(error):
-    """Names the process that made the communication of this one fail."""
+    """Adds a note that names the process behind a communication error."""
     if isinstance(error, tuple(_communication_errors)):
         cause = heartbeats.cause(_CAUSE_S)
         if cause is not None:
@@ -120,11 +120,11 @@ def _add_cause(error):
 
 
 def end_now(text, summary):
-    """Ends this process because of another one, whatever it does.
+    """Ends this process because of another one, unless it has failed itself.
 
     Args:
-        text: String, the error; ends with a newline.
-        summary: String, says the same in short.
+        text: String. The error. Ends with a newline.
+        summary: String. The error in short.
     """
     if _code:
         return
@@ -134,15 +134,15 @@ def end_now(text, summary):
 
 
 def together(store, put, get, *errors):
-    """From now on an uncaught error in one process ends every process.
+    """Makes an uncaught error in one process end every process from now on.
 
     Args:
         store: `Store` of the run.
-        put: Function of a key and bytes, which may raise `RuntimeError` if
-            there is such a key.
-        get: Function of a key and seconds; raises `TimeoutError`.
-        *errors: Classes of the runtime's errors that may be due to another
-            process, beside `RuntimeError`.
+        put: Function of a key and bytes. It may raise `RuntimeError` if the
+            key exists.
+        get: Function of a key and seconds. It raises `TimeoutError`.
+        *errors: Error classes of the runtime that another process may have
+            caused, in addition to `RuntimeError`.
     """
     _communication_errors.extend(errors)
     before = sys.excepthook
@@ -157,7 +157,7 @@ def together(store, put, get, *errors):
         try:
             put(_KEY, f"{store.index} {message}".encode())
         except RuntimeError:
-            # Another process was first, or the store is gone.
+            # Another process failed first, or the store is gone.
             return
 
     def look():
@@ -167,7 +167,7 @@ def together(store, put, get, *errors):
             except TimeoutError:
                 continue
             except RuntimeError:
-                # The runtime itself ends a process that lost the others.
+                # The runtime itself ends a process that loses the others.
                 return
             index, _, message = found.partition(" ")
             if _code or int(index) == store.index:
@@ -185,16 +185,16 @@ def together(store, put, get, *errors):
         heartbeats.leave(message)
 
     def leave():
-        # Not within the runtime while Python ends.
+        # The watcher must not be inside the runtime while Python ends.
         stopped.set()
         watcher.join()
         if not _code:
             heartbeats.leave()
             return
-        # Or else the runtime would wait for the others to leave, too.
+        # Otherwise the runtime would wait until the others leave, too.
         _flush()
         if store.index == 0:
-            # Holds the store, from which the others learn of the error.
+            # Process 0 holds the store, where the others read the error.
             time.sleep(1)
         os._exit(_code[0])
 
@@ -202,7 +202,7 @@ def together(store, put, get, *errors):
     _fail.append(fail)
     sys.excepthook = excepthook
     watcher.start()
-    # Before what the runtime registered.
+    # Runs before the exit handlers of the runtime.
     atexit.register(leave)
 
 
@@ -210,7 +210,7 @@ _fail = []
 
 
 def with_code(code):
-    """Says that this process ends with an exit code that is not 0."""
+    """Tells the others that this process ends with a nonzero exit code."""
     for fail in _fail:
         fail(code, f"it ended with exit code {code}")
 

@@ -1,4 +1,4 @@
-"""What a launcher says about the processes that failed: the first one last."""
+"""The launcher's report of the processes that failed, the first one last."""
 
 import collections
 import json
@@ -8,11 +8,11 @@ import sys
 
 from keras_tp.backend.processes import error_propagation
 
-# Of the output of a process that ended without a Python error.
+# Lines of output to show of a process that ended without a Python error.
 _LAST_LINES = 20
 
 
-# Exit codes of processes that were ended from outside, or crashed.
+# Exit codes of processes that crashed or were killed.
 _KILLED = [
     128 + n
     for n in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS)
@@ -27,21 +27,21 @@ class Failure(
     """How a process failed.
 
     Args:
-        at: Float, when, in seconds since the epoch.
-        index: Int, index of the process.
-        text: String, its error, with the traceback if there is one.
-        summary: String, the error without the traceback.
-        code: Int, its exit code, as a shell has it.
+        at: Float. Time of the failure, in seconds since the epoch.
+        index: Int. Index of the process.
+        text: String. The error, with the traceback if it has one.
+        summary: String. The error without the traceback.
+        code: Int. Exit code of the process, as a shell reports it.
     """
 
 
 def told(path, index, code):
-    """Returns the `Failure` that a process wrote; `None` if it did not.
+    """Returns the `Failure` that a process wrote, or `None` if it wrote none.
 
     Args:
-        path: String, what `ending.ERROR_FILE` was for that process.
-        index: Int, index of the process.
-        code: Int, its exit code, as a shell has it.
+        path: String. Value of `error_propagation.ERROR_FILE` in the process.
+        index: Int. Index of the process.
+        code: Int. Exit code of the process, as a shell reports it.
     """
     if not os.path.exists(path):
         return None
@@ -52,16 +52,16 @@ def told(path, index, code):
         index=index,
         text="".join(entry["text"] for entry in entries),
         summary=entries[0]["summary"],
-        # One that was ended while it reported has the code of a signal.
+        # A process killed while it wrote has the exit code of a signal.
         code=code if 0 < code < 128 else 1,
     )
 
 
 def noted_end(path):
-    """Returns when a process noted that it ends; `None` if it did not.
+    """Returns the time when a process began to end, or `None` if not noted.
 
     Args:
-        path: String, what `ending.ERROR_FILE` was for that process.
+        path: String. Value of `error_propagation.ERROR_FILE` in the process.
     """
     if not os.path.exists(path + error_propagation.END):
         return None
@@ -73,11 +73,12 @@ def untold(at, index, return_code, output_path=None):
     """Returns the `Failure` of a process that ended without a Python error.
 
     Args:
-        at: Float, when it ended, in seconds since the epoch.
-        index: Int, index of the process.
-        return_code: Int, as `subprocess.Popen` has it: negative for a signal.
-        output_path: String, the file with its output. Defaults to `None`:
-            the output was printed.
+        at: Float. Time when it ended, in seconds since the epoch.
+        index: Int. Index of the process.
+        return_code: Int. `returncode` of `subprocess.Popen`, which is
+            negative for a signal.
+        output_path: String. File with the output of the process. Defaults to
+            `None`: the output was printed.
     """
     how = f"It ended with exit code {return_code}.\n"
     if return_code < 0:
@@ -93,22 +94,22 @@ def untold(at, index, return_code, output_path=None):
 
 
 def exit_code(return_code):
-    """Returns the exit code of a process as a shell has it."""
+    """Returns the exit code of a process as a shell reports it."""
     return 128 - return_code if return_code < 0 else return_code
 
 
 def report(failures, count, everything=False):
-    """Writes how processes failed: the first error last.
+    """Writes the errors of processes to stderr, the first error last.
 
     Args:
         failures: List of `Failure`.
-        count: Int, number of processes of the whole run.
-        everything: Boolean, whether to write what came after the first error
-            with its traceback, too. Defaults to `False`: the error alone, and
-            once for all processes that have the same one.
+        count: Int. Number of processes of the whole run.
+        everything: Boolean. Whether to write later errors with their
+            tracebacks, too. Defaults to `False`: without tracebacks, and once
+            for all processes that have the same error.
 
     Returns:
-        Int, the exit code of the process that failed first; 0 if none did.
+        Int. The exit code of the process that failed first, 0 without failures.
     """
     if not failures:
         return 0
@@ -133,11 +134,12 @@ def report(failures, count, everything=False):
 
 
 def _order(failure):
-    """Sorts failures by time, and processes that were killed before others.
+    """Sorts failures by time, with killed processes before all others.
 
-    Such a process told nobody, and on a busy machine the launcher sees its end
-    later than the processes that were waiting for it. None of them kills
-    another, and those that the launcher ended are no failures.
+    A killed process reports nothing, and on a busy machine the launcher may
+    notice its end after the failures of processes that waited for it. The kill
+    is the cause: processes do not kill each other, and those that the launcher
+    ends are not failures.
     """
     return failure.code not in _KILLED, failure.at
 
@@ -152,7 +154,7 @@ def _write(text):
 
 
 def _last_lines(path):
-    """Returns what a process wrote last, for whoever did not see it."""
+    """Returns the last output of a process, which was not printed."""
     if path is None or not os.path.exists(path):
         return ""
     with open(path, errors="replace") as file:

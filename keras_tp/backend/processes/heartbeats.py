@@ -1,8 +1,8 @@
-"""Every process tells the others where it is, about once in a second.
+"""Every process reports its state to the others about once a second.
 
-A thread of each process is connected to process 0, which passes on what it
-hears. So a process that is stuck, stopped or gone is named by the others, also
-where their runtime only waits. See `progress` for what counts as stuck.
+A thread of each process is connected to process 0, which forwards the reports.
+So the others can name a process that is stuck, stopped or gone, even while
+their runtime only waits. See `progress` for the definition of stuck.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from keras_tp.backend.processes import rendezvous
 from keras_tp.backend.processes.progress import State
 
 _KEY = "keras_tp/watch"
-# Longer lines are not sent by a process of the run.
+# Longest line that a process of the run sends.
 _LINE_BYTES = 2**20
 _watch = []
 
@@ -27,14 +27,14 @@ def start(host, index, count, put, get, patience, end):
     """Connects this process with the others. A collective.
 
     Args:
-        host: String, name or address of process 0.
-        index: Int, index of this process.
-        count: Int, number of processes.
-        put: Function of a key and bytes, of the runtime's store.
-        get: Function of a key and seconds, which raises `TimeoutError`.
-        patience: Float, seconds that processes wait for each other.
-        end: Function of an error and the same in short, which ends this
-            process.
+        host: String. Host name or address of process 0.
+        index: Int. Index of this process.
+        count: Int. Number of processes.
+        put: Function of a key and bytes. Writes to the runtime's store.
+        get: Function of a key and seconds. Reads from the store, and raises
+            an error if the key is not there in time.
+        patience: Float. Seconds that processes wait for each other.
+        end: Function of an error message and its summary. Ends this process.
     """
     if count < 2 or _watch:
         return
@@ -64,10 +64,10 @@ def cause(seconds):
     """Returns which process caused an error of the communication.
 
     Args:
-        seconds: Float, how long to wait for news of the others.
+        seconds: Float. Longest time to wait for news of the others.
 
     Returns:
-        String; `None` if all processes are where they should be.
+        String. An error message, or `None` if no process is at fault.
     """
     found = _watch[0].cause_within(seconds) if _watch else None
     return found and found[0]
@@ -77,15 +77,15 @@ def leave(status=progress.LEFT):
     """Tells the others that this process ends.
 
     Args:
-        status: String, one of `progress` or an error. Defaults to the end of
-            a script.
+        status: String. `progress.LEFT` for the end of the script, or an
+            error. Defaults to `progress.LEFT`.
     """
     while _watch:
         _watch.pop().leave(status)
 
 
 class _Lines:
-    """A connection that moves values as lines of JSON, and never waits."""
+    """A connection that sends values as lines of JSON and never blocks."""
 
     def __init__(self, link):
         self.link = link
@@ -94,7 +94,7 @@ class _Lines:
         link.setblocking(False)
 
     def put(self, value):
-        """Sends a value; drops it if an earlier one is still to be sent."""
+        """Sends a value, or drops it if an earlier one is not sent yet."""
         if not self._unsent:
             self._unsent = json.dumps(value).encode() + b"\n"
         with contextlib.suppress(BlockingIOError):
@@ -102,7 +102,7 @@ class _Lines:
             self._unsent = self._unsent[sent:]
 
     def received(self):
-        """Returns the list of values that came; `None` at the end."""
+        """Returns the received values, or `None` if the connection ended."""
         try:
             received = self.link.recv(_LINE_BYTES)
         except BlockingIOError:
@@ -114,11 +114,11 @@ class _Lines:
 
 
 class _Server(threading.Thread):
-    """Passes on where the processes are.
+    """Forwards the states of all processes. Runs in process 0.
 
     Args:
         listening: Socket that listens.
-        count: Int, number of processes.
+        count: Int. Number of processes.
     """
 
     def __init__(self, listening, count):
@@ -136,9 +136,9 @@ class _Server(threading.Thread):
             selector = stack.enter_context(selectors.DefaultSelector())
             selector.register(self._listening, selectors.EVENT_READ)
             due = time.monotonic() + progress.BEAT_S
-            # Until process 0 leaves.
+            # Runs until process 0 leaves.
             while 0 not in self._states or self._states[0].is_here():
-                # What has come by then is read before it counts.
+                # Silence counts up to this time: later reports may be unread.
                 looked = time.monotonic()
                 has_news = False
                 for key, _ in selector.select(max(due - looked, 0)):
@@ -148,7 +148,7 @@ class _Server(threading.Thread):
                     due = time.monotonic() + progress.BEAT_S
 
     def _serve(self, key, selector, stack):
-        """Reads what came; returns whether a process has ended."""
+        """Reads from a connection; returns whether a process has ended."""
         if key.fileobj is self._listening:
             rendezvous.accept(self._listening, selector, stack, 2 * self._count)
             return False
@@ -156,7 +156,7 @@ class _Server(threading.Thread):
             index = rendezvous.heard(selector, key, self._count, first=0)
             if index is not None:
                 self._members[index] = _Lines(key.fileobj)
-                # It waits for this before it sends more.
+                # The process waits for this reply before it reports.
                 self._members[index].put([])
                 self._heard_at[index] = time.monotonic()
                 selector.register(key.fileobj, selectors.EVENT_READ, index)
@@ -197,7 +197,7 @@ class _Server(threading.Thread):
 
 
 class _Watcher(threading.Thread):
-    """Tells process 0 where this one is, and looks where the others are."""
+    """Reports this process's state to process 0, and checks the others'."""
 
     def __init__(self, link, index, count, patience, end, server):
         super().__init__(daemon=True, name="keras_tp_watch")
@@ -208,7 +208,7 @@ class _Watcher(threading.Thread):
         self._end = end
         self._server = server
         self._states = {}
-        # When there was news, and when it was looked for.
+        # Times of the last news, and of the last check for news.
         self._at = self._looked = time.monotonic()
         self._news = threading.Condition()
         self._wake, self._woken = socket.socketpair()
@@ -238,7 +238,7 @@ class _Watcher(threading.Thread):
             self._beat(is_connected)
 
     def leave(self, status):
-        """Ends this thread, and tells the others how this process ends."""
+        """Sends the final status of this process, and ends this thread."""
         self._status = status
         self._wake.send(b"\0")
         self.join()
@@ -246,7 +246,7 @@ class _Watcher(threading.Thread):
             self._server.join()
 
     def cause_within(self, seconds):
-        """Returns what is wrong, if it is known within some seconds."""
+        """Returns the fault, or `None` if it is not found within `seconds`."""
         found = []
 
         def is_known():
@@ -261,12 +261,12 @@ class _Watcher(threading.Thread):
     def _beat(self, is_connected):
         own = progress.own_state()._replace(status=self._status)
         if is_connected:
-            # Read next, if it has ended.
+            # If the connection has ended, the next read notices it.
             with contextlib.suppress(OSError):
                 self._lines.put(own)
 
     def _read(self):
-        """Takes in where the others are; returns whether process 0 is there."""
+        """Reads the others' states; returns whether process 0 is connected."""
         try:
             found = self._lines.received()
         except OSError:
@@ -283,7 +283,7 @@ class _Watcher(threading.Thread):
         return found is not None
 
     def _lose_the_others(self):
-        """Process 0 has ended, and nothing is known about the others."""
+        """Notes that process 0 has ended, and sets the others to unknown."""
         for index, state in self._states.items():
             if index == 0 and state.is_here():
                 status = progress.GONE

@@ -1,8 +1,8 @@
-"""Small values that the processes of a run hand to each other.
+"""Exchanges small values between the processes of a run.
 
-Every runtime has a store of keys that process 0 holds. What all processes have
-to enter, they meet in first: where one does not come, the others stop with an
-error that names it, and nobody waits forever.
+Every runtime has a key-value store in process 0. Before a collective, all
+processes meet through it. If a process is missing, the others do not wait
+forever: they stop with an error that names it.
 """
 
 import collections
@@ -14,24 +14,24 @@ from keras_tp.backend.processes import messages
 from keras_tp.backend.processes import progress
 from keras_tp.backend.processes import timeouts
 
-# How often a process that is waited for longer shows that it lives, and those
-# that wait look for it.
+# Within `longer`, seconds between two signs of life of a process, and seconds
+# that others look for one.
 _BEAT_S = 2
 _LOOK_S = 0.1
 
 
 class Store:
-    """What processes tell each other by way of their runtime's store.
+    """Gathers values and synchronizes processes through the runtime's store.
 
     Args:
         put: Function of a key and bytes.
-        get: Function of a key and seconds, which returns the bytes of the key
-            as soon as some process has put them, and raises `TimeoutError`
-            if none did in this time.
+        get: Function of a key and seconds. It returns the bytes of the key as
+            soon as a process has put them, and raises `TimeoutError` if none
+            does so in time.
         delete: Function of a key.
-        index: Int, index of this process.
-        count: Int, number of processes.
-        patience: Float, seconds that a process waits for the others.
+        index: Int. Index of this process.
+        count: Int. Number of processes.
+        patience: Float. Seconds that a process waits for the others.
     """
 
     def __init__(self, put, get, delete, index, count, patience):
@@ -42,15 +42,15 @@ class Store:
         self.count = count
         self.patience = patience
         self._rounds = collections.Counter()
-        # How many times this process has met the others.
+        # Number of times that this process has met the others.
         self._steps = 0
         self._beats = collections.Counter()
 
     @contextlib.contextmanager
     def longer(self):
-        """Within it the others wait for this process as long as it lives.
+        """Context in which the others wait as long as this process is alive.
 
-        Up to `waiting.LONGEST_S` seconds, in a collective of all processes.
+        They wait up to `timeouts.LONGEST_S` seconds. A collective.
         """
         self._rounds["longer"] += 1
         self._beats.clear()
@@ -63,7 +63,7 @@ class Store:
                 try:
                     self._put(put[-1], b"")
                 except RuntimeError:
-                    # The store is gone, and the run with it.
+                    # The store is gone, so the run has ended.
                     return
 
         thread = threading.Thread(target=beat, daemon=True)
@@ -81,7 +81,7 @@ class Store:
         return f"keras_tp/alive/{self._rounds['longer']}/{index}/{number}"
 
     def _has_beaten(self, index):
-        """Whether a process has shown that it lives since this was asked."""
+        """Whether a process has shown a sign of life since the last call."""
         before = self._beats[index]
         with contextlib.suppress(TimeoutError):
             while True:
@@ -90,14 +90,14 @@ class Store:
         return self._beats[index] > before
 
     def gather(self, value, what):
-        """Returns the list of the value of every process. A collective.
+        """Returns the list of the values of all processes. A collective.
 
         Args:
-            value: What `messages.encode` takes; small.
-            what: String that names what all processes do here.
+            value: A small value that `messages.encode` supports.
+            what: String. Name of the collective.
 
         Raises:
-            RuntimeError: if a process does not come in time.
+            RuntimeError: if a process does not take part in time.
         """
         values, missing = self._collect(value, what)
         if missing:
@@ -111,13 +111,13 @@ class Store:
         return values
 
     def meet(self, what):
-        """Waits until every process is here.
+        """Waits until every process calls this. A collective.
 
         Args:
-            what: String that names what all processes have to call.
+            what: String. Name of the function that all processes have to call.
 
         Raises:
-            RuntimeError: if a process does not come in time.
+            RuntimeError: if a process does not call it in time.
         """
         _, missing = self._collect(None, what)
         if missing:
@@ -149,7 +149,7 @@ class Store:
             except TimeoutError:
                 missing.append(index)
         if number and not missing:
-            # All are here, so all have read what they put before.
+            # All processes are here, so all have read the previous values.
             self._delete(f"{name}/{number - 1}/{self.index}")
         if self._steps > 1 and not missing:
             self._delete(self._step_key(self._steps - 1, self.index))
@@ -159,7 +159,7 @@ class Store:
         return f"keras_tp/step/{step}/{index}"
 
     def _meanwhile(self, what):
-        """Says what other processes do in the place of what this one does."""
+        """Returns a sentence about processes that wait at other collectives."""
         places = {}
         for index in range(self.count):
             with contextlib.suppress(TimeoutError):
@@ -170,7 +170,7 @@ class Store:
         )
 
     def _wait(self, key, index, began):
-        """Returns what a process puts, `patience` after it last showed life."""
+        """Waits for a key, up to `patience` after the last sign of life."""
         last = began + timeouts.patience(self.patience)
         end = began + self.patience
         while True:

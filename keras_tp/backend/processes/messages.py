@@ -1,7 +1,7 @@
-"""Values that processes send to each other, as JSON: nothing in them runs.
+"""Encodes the values that processes exchange as JSON, which cannot run code.
 
-Anyone who reaches a port of a run may send bytes to it. A pickle would be code
-of theirs; these bytes become numbers, texts and arrays, or an error.
+Anyone who can reach a port of a run can send bytes to it. A pickle could run
+their code. These bytes decode to numbers, strings and arrays, or to an error.
 """
 
 import base64
@@ -15,19 +15,19 @@ def encode(value):
 
     Args:
         value: `None`, boolean, number, string, bytes, array, or a list, tuple
-            or dict of such.
+            or dict of these.
 
     Raises:
-        TypeError: if it is, or holds, anything else.
+        TypeError: if the value is, or contains, anything else.
     """
     return json.dumps(_to_json(value)).encode()
 
 
 def decode(data):
-    """Returns the value that `encode` made bytes of.
+    """Returns the value that `encode` encoded.
 
     Raises:
-        ValueError: if the bytes are anything else.
+        ValueError: if the bytes do not come from `encode`.
     """
     try:
         return _from_json(json.loads(data))
@@ -41,7 +41,7 @@ def decode(data):
 
 def _to_json(value):
     if value is None or isinstance(value, (bool, int, float, str)):
-        # A number of numpy may be one of these too.
+        # `np.float64`, for example, is also a `float`.
         return value.item() if isinstance(value, np.generic) else value
     if isinstance(value, list):
         return [_to_json(x) for x in value]
@@ -63,7 +63,7 @@ def _to_json(value):
 def _array_to_json(value):
     if value.dtype.hasobject:
         raise TypeError("Processes do not send each other arrays of objects.")
-    # A type that numpy does not have itself, such as bfloat16, has a name only.
+    # Types from other packages, such as bfloat16, are found by name only.
     of_others = value.dtype.kind == "V"
     return {
         "array": _text(value.tobytes()),

@@ -1,10 +1,10 @@
-"""Where this process is, and whether another one is stuck.
+"""Tracks the position of this process in the program, and finds stuck ones.
 
-All processes run the same program. So each takes the same number of steps
-together with the others: batches of `fit`, saves, and whatever else they meet
-for. A process that took fewer steps than others, and is in code that needs no
-other process, is the one that they wait for. Processes that took equally many
-steps compile or compute, and are left alone.
+All processes run the same program, so all of them take the same number of
+common steps: batches of `fit`, saves and other collectives. If a process has
+taken fewer steps than others and runs code that needs no other process, the
+others wait for it. Processes with equal numbers of steps compile or compute,
+and do not count as stuck.
 """
 
 import collections
@@ -18,21 +18,22 @@ import time
 
 from keras_tp.backend.processes import timeouts
 
-# How much longer than KERAS_TP_TIMEOUT a wait may be. What has a limit of its
-# own ends before, with an error that says more.
+# Seconds added to KERAS_TP_TIMEOUT before a wait is a fault. Waits with a limit
+# of their own end earlier, with an error that has more detail.
 GRACE_S = 5.0
-# How long a process may wait for one that has ended.
+# Longest wait for a process that has ended, in seconds.
 ENDED_S = 2.0
-# How long the one that made the communication fail has been silent at least.
+# After the communication failed, a process is the cause if it has been silent
+# for this many seconds.
 SILENT_S = 4.0
-# How often a process tells where it is.
+# Seconds between two reports of a process.
 BEAT_S = 1.0
 
-# What a process does: run code of its own, take a step with the others, or
-# write what the others wait for, as long as it takes.
+# The activity of a process: it runs code that needs no other process, takes a
+# step with the others, or writes a file that the others wait for.
 ALONE, TOGETHER, WRITING = "alone", "together", "writing"
-# How it is connected: it runs, left at the end of its script, ended with an
-# error, ended without a word, or it is not known.
+# The status of a process: it runs, left at the end of its script, failed with
+# an error, ended without a report, or its status is unknown.
 HERE, LEFT, FAILED, GONE, UNKNOWN = "here", "left", "failed", "gone", "unknown"
 
 
@@ -43,18 +44,17 @@ class State(
         defaults=["", 0.0, HERE],
     )
 ):
-    """Where a process is.
+    """The position of a process in the program.
 
     Args:
-        steps: Int, number of steps that it took together with the others.
-        place: String, names what it does.
-        kind: String, `ALONE`, `TOGETHER` or `WRITING`.
-        still: Float, seconds since it went there.
-        line: String, the line of the user's code that it runs. Defaults to an
-            empty string.
-        silent: Float, seconds since it was heard of. Defaults to 0.
-        status: String, one of the above, or the error that it failed with.
-            Defaults to `HERE`.
+        steps: Int. Number of steps taken together with the others.
+        place: String. Name of the current place in the program.
+        kind: String. `ALONE`, `TOGETHER` or `WRITING`.
+        still: Float. Seconds since the process reached this place.
+        line: String. Line of the user's code that runs. Defaults to `""`.
+        silent: Float. Seconds since the last report. Defaults to 0.
+        status: String. `HERE`, `LEFT`, `GONE`, `UNKNOWN`, or the error of a
+            process that failed. Defaults to `HERE`.
     """
 
     def is_here(self):
@@ -62,14 +62,14 @@ class State(
         return self.status == HERE
 
     def waited(self):
-        """Returns the seconds that it has waited for the others."""
+        """Returns for how many seconds the process has waited for others."""
         if self.kind == ALONE or self.status != HERE:
             return 0.0
         return self.still + self.silent
 
 
 class _Own:
-    """Where this process is."""
+    """The position of this process in the program."""
 
     methods = ()
     steps = 0
@@ -77,7 +77,7 @@ class _Own:
     place = "the script"
     kind = ALONE
     moved = time.monotonic()
-    # The last step with the others.
+    # Name of the last step taken together with the others.
     step = "its start"
 
 
@@ -88,7 +88,7 @@ def alone(place):
     """Notes that this process runs code that needs no other process.
 
     Args:
-        place: String that names it.
+        place: String. Name of the code.
     """
     _Own.place, _Own.kind, _Own.moved = place, ALONE, time.monotonic()
 
@@ -97,7 +97,7 @@ def together(place):
     """Notes that this process takes a step that all processes take.
 
     Args:
-        place: String that names it.
+        place: String. Name of the step.
     """
     _Own.steps += 1
     _Own.step = place
@@ -105,7 +105,7 @@ def together(place):
 
 
 def source():
-    """Notes that this process asks its data source for a batch."""
+    """Notes that this process requests a batch from its data source."""
     alone(f"its data source, after batch {_Own.batches}{_of_method()}")
 
 
@@ -115,17 +115,17 @@ def end_of_data():
 
 
 def batch():
-    """Notes that this process has a batch, which all of them compute."""
+    """Notes that this process has a batch, which all processes compute."""
     _Own.batches += 1
     together(f"batch {_Own.batches}{_of_method()}")
 
 
 @contextlib.contextmanager
 def callback(name):
-    """Within it this process runs callbacks.
+    """Context in which this process runs callbacks.
 
     Args:
-        name: String, the method of the callbacks.
+        name: String. Name of the callback method.
     """
     with _returning():
         alone(f"`{name}` of a callback{_of_method()}")
@@ -134,10 +134,10 @@ def callback(name):
 
 @contextlib.contextmanager
 def meeting(what):
-    """Within it this process waits for the others.
+    """Context in which this process waits for the others.
 
     Args:
-        what: String that names what all processes do here.
+        what: String. Name of the collective.
     """
     with _returning():
         together(f"{what.strip(',')}{_of_method()}")
@@ -146,7 +146,7 @@ def meeting(what):
 
 @contextlib.contextmanager
 def _returning():
-    """Afterwards this process is where it was before."""
+    """Context that restores the position of this process at its end."""
     place, kind = _Own.place, _Own.kind
     try:
         yield
@@ -156,10 +156,10 @@ def _returning():
 
 @contextlib.contextmanager
 def method(name):
-    """Within it this process runs a method of a model.
+    """Context in which this process runs a method of a model.
 
     Args:
-        name: String, such as `"fit"`.
+        name: String. Name of the method, such as `"fit"`.
     """
     outer, batches = _Own.methods, _Own.batches
     place, kind = _Own.place, _Own.kind
@@ -184,22 +184,22 @@ def own_state():
 
 
 def failed_state():
-    """Returns the `State` of this process, in which a step has failed."""
+    """Returns the `State` of this process after its last step failed."""
     kind, place, still = TOGETHER, _Own.step, math.inf
     return own_state()._replace(kind=kind, place=place, still=still)
 
 
 def fault(states, patience, has_failed=False):
-    """Returns what is wrong with a run; `None` if it goes on.
+    """Returns the fault of a run, or `None` if the run has none.
 
     Args:
-        states: Dict of the index of a process to its `State`.
-        patience: Float, seconds that processes wait for each other.
-        has_failed: Boolean, whether the communication has failed already, and
-            the fault explains it. Defaults to `False`.
+        states: Dict from the index of a process to its `State`.
+        patience: Float. Seconds that processes wait for each other.
+        has_failed: Boolean. Whether the communication has already failed, so
+            that the fault is its cause. Defaults to `False`.
 
     Returns:
-        Pair of strings, an error and the same in short.
+        Pair of strings: the error message and its summary.
     """
     for index, state in sorted(states.items()):
         found = _fault_of(index, state, states, patience, has_failed)
@@ -216,8 +216,8 @@ def fault(states, patience, has_failed=False):
 
 
 def _fault_of(index, state, states, patience, has_failed):
-    """Returns how a process holds up the others, in short, and the details."""
-    # Of one process after it failed: reports are about a second old.
+    """Returns how a process holds up the others: a summary and details."""
+    # After a failure, allow for reports that are up to `BEAT_S` old.
     least = patience - BEAT_S if has_failed else patience
     silence = min(SILENT_S, least) if has_failed else patience
     longest = least if has_failed else patience + GRACE_S
@@ -272,7 +272,7 @@ _LIBRARIES = (
 
 
 def _line():
-    """Returns the innermost line of the main thread that is no library's."""
+    """Returns the innermost line of user code that the main thread runs."""
     frame = sys._current_frames().get(threading.main_thread().ident)
     while frame is not None:
         code = frame.f_code

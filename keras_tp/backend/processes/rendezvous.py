@@ -1,13 +1,14 @@
-"""Processes meet before a runtime starts, so that a missing one has a name.
+"""Connects all processes before the runtime starts, to name missing ones.
 
-The runtimes wait for all processes, and where one does not come some of them
-end the others without a word about which. So process 0 listens for the others
-at the address where the runtime will do so a moment later.
+The runtimes wait for all processes. If one is missing, some runtimes end the
+others without naming it. So process 0 first listens for the others at the
+address where the runtime listens later.
 
-Whoever connects is sent a random text, and answers with its index and a proof
-that it knows the secret of the run (RFC 2104, HMAC with SHA-256). The launcher
-makes one; on several hosts it is given by KERAS_TP_SECRET. Whoever gives no
-such answer is dropped, and the others are waited for meanwhile.
+Process 0 sends a random challenge to each connection. A process answers with
+its index and a proof that it knows the secret of the run (RFC 2104, HMAC with
+SHA-256). The launcher creates the secret; on several hosts the user sets it in
+KERAS_TP_SECRET. A connection without a valid answer is closed, while process 0
+continues to wait for the others.
 """
 
 import contextlib
@@ -22,28 +23,28 @@ import selectors
 import socket
 import time
 
-# The environment variable with the secret of a run; none is an empty one.
+# The environment variable with the secret of a run. Unset is the same as empty.
 SECRET = "KERAS_TP_SECRET"
 _RETRY_S = 0.2
-# Longer lines are no answers.
+# Longest line that can be an answer.
 _LINE_BYTES = 4096
-# More connections than this beside the processes are strangers.
+# Number of connections allowed beyond one per process. More are closed.
 _STRANGERS = 64
 
 
 def meet(address, count, index, seconds):
-    """Waits until all processes of a run have come.
+    """Waits until all processes of a run have connected. A collective.
 
     Args:
-        address: String, `"host:port"` of process 0. The port is free again
+        address: String. `"host:port"` of process 0. The port is free again
             afterwards.
-        count: Int, number of processes.
-        index: Int, index of this process.
-        seconds: Float, how long to wait.
+        count: Int. Number of processes.
+        index: Int. Index of this process.
+        seconds: Float. Longest time to wait.
 
     Raises:
-        RuntimeError: in every process that did come, if another did not in
-            this time, with the index of it.
+        RuntimeError: in every process that connected, if others did not do so
+            in time, with the indices of the others.
     """
     if count < 2:
         return
@@ -69,7 +70,7 @@ def meet(address, count, index, seconds):
 
 
 def _listen(host, port, count, deadline):
-    """Process 0: returns the list of the missing, and tells all others."""
+    """Runs in process 0: returns the missing indices and sends them to all."""
     with contextlib.ExitStack() as stack:
         try:
             listening = stack.enter_context(server(host, port))
@@ -95,7 +96,7 @@ def _listen(host, port, count, deadline):
                     came[index] = key.fileobj
         missing = sorted(set(range(1, count)) - set(came))
         for connection in came.values():
-            # One that ended meanwhile need not be told.
+            # A process that has ended meanwhile does not need the list.
             with contextlib.suppress(OSError):
                 connection.settimeout(_RETRY_S)
                 connection.sendall(json.dumps(missing).encode() + b"\n")
@@ -103,7 +104,7 @@ def _listen(host, port, count, deadline):
 
 
 class _Guest:
-    """Whoever has connected: what it was sent, and what it has answered."""
+    """A connection that has not proven its index: challenge and answer."""
 
     def __init__(self):
         self.challenge = secrets.token_hex(16)
@@ -111,13 +112,13 @@ class _Guest:
 
 
 def accept(listening, selector, stack, count):
-    """Takes a connection and sends it a challenge.
+    """Accepts a connection and sends it a challenge.
 
     Args:
         listening: Socket that listens.
-        selector: Selector, to which the connection is added.
+        selector: Selector. The connection is registered with it.
         stack: `contextlib.ExitStack` that closes the connection.
-        count: Int, number of processes.
+        count: Int. Number of processes.
     """
     connection = listening.accept()[0]
     if len(selector.get_map()) > count + _STRANGERS:
@@ -132,16 +133,16 @@ def accept(listening, selector, stack, count):
 
 
 def heard(selector, key, count, first=1):
-    """Reads an answer to a challenge; drops a connection without the proof.
+    """Reads an answer to a challenge, and closes the connection if it is wrong.
 
     Args:
-        selector: Selector that the connection was added to.
+        selector: Selector that has the connection.
         key: `SelectorKey` of the connection.
-        count: Int, number of processes.
-        first: Int, the lowest index that may come. Defaults to 1.
+        count: Int. Number of processes.
+        first: Int. Lowest valid index. Defaults to 1.
 
     Returns:
-        Int, the index that was proven; `None` as long as there is none.
+        Int. The proven index, or `None` if there is none yet.
     """
     guest, connection = key.data, key.fileobj
     try:
@@ -171,14 +172,14 @@ def heard(selector, key, count, first=1):
 
 
 def _proof(challenge, index):
-    """Returns what only who knows the secret can make of a challenge."""
+    """Returns the answer to a challenge, which requires the secret."""
     secret = os.environ.get(SECRET, "").encode()
     text = f"{challenge} {index}".encode()
     return hmac.new(secret, text, hashlib.sha256).hexdigest()
 
 
 def _ask(host, port, index, deadline):
-    """The others: returns the list of the missing, as process 0 has it."""
+    """Runs in the other processes: returns the missing indices of process 0."""
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -187,7 +188,7 @@ def _ask(host, port, index, deadline):
         with contextlib.suppress(OSError):
             with socket.create_connection((host, port), timeout=left) as link:
                 introduce(link, index)
-                # Process 0 may have begun to wait later than this one.
+                # Process 0 may have started to wait later than this one.
                 link.settimeout(2 * left)
                 missing = _parsed(read_line(link))
         if isinstance(missing, list):
@@ -199,8 +200,8 @@ def introduce(link, index):
     """Answers the challenge of process 0.
 
     Args:
-        link: Socket that is connected to it.
-        index: Int, index of this process.
+        link: Socket connected to process 0.
+        index: Int. Index of this process.
     """
     challenge = read_line(link).strip().decode(errors="replace")
     answer = {"index": index, "proof": _proof(challenge, index)}
@@ -208,10 +209,11 @@ def introduce(link, index):
 
 
 def server(host, port):
-    """Listens at the address of process 0, and at no other of this host.
+    """Returns a socket that listens at the address of process 0 only.
 
-    At all of them only where that is not this host's own: behind a translated
-    address, or where this host knows its own name as a loopback.
+    It listens at all addresses of this host in two cases: the address is not
+    the host's own (address translation), or the host's name resolves to a
+    loopback address on the host itself.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, (address, *_) = found[0]
@@ -230,7 +232,7 @@ def server(host, port):
 
 
 def read_line(link):
-    """Returns a line that is sent, or what there is of it."""
+    """Returns the next line, or its first part if the connection ends."""
     line = b""
     while not line.endswith(b"\n") and len(line) < _LINE_BYTES:
         received = link.recv(_LINE_BYTES - len(line))
@@ -241,7 +243,7 @@ def read_line(link):
 
 
 def _parsed(line):
-    """Returns the value of a line of JSON; `None` if it is none."""
+    """Returns the value of a line of JSON, or `None` if it is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

@@ -18,27 +18,27 @@ from keras_tp.backend.processes import error_propagation
 from keras_tp.backend.processes import failure_report
 from keras_tp.backend.processes import rendezvous
 
-# What a terminal, a scheduler or a user sends.
+# Signals from a terminal, a scheduler or a user.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
-# After the first error, how long others have to report theirs, and then to
-# end.
+# Seconds that other processes have after the first error: to report their own
+# errors, and then to end.
 _SETTLE_S = 1.0
 _GRACE_S = 2.0
-# After a signal, how long processes that handle it have. Schedulers give all
-# of a run 30 seconds.
+# Seconds that processes have to handle a signal. Schedulers give a whole run 30
+# seconds.
 _SIGNAL_S = 8.0
 
 _RUNNER = "keras_tp.backend.processes.child"
 
-# The variables that tell a process of which run it is.
+# The environment variables that describe the run to a process.
 ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
 COUNT = "KERAS_DISTRIBUTION_NUM_PROCESSES"
 INDEX = "KERAS_DISTRIBUTION_PROCESS_ID"
 
 
 def place_in_run(job_addresses=None, num_processes=None, process_id=None):
-    """Returns the arguments of `initialize`, from the environment if `None`."""
+    """Returns the arguments of `initialize`, filled in from the environment."""
     given = os.environ
     if job_addresses is None:
         job_addresses = given.get(ADDRESSES)
@@ -55,10 +55,9 @@ class Process(
     """A process to start.
 
     Args:
-        index: Int, among all processes of the run.
+        index: Int. Index among all processes of the run.
         command: List of strings.
-        environment: Dict of the variables that it gets beside those that are
-            set.
+        environment: Dict. Variables to add to the current environment.
     """
 
     def __str__(self):
@@ -82,21 +81,21 @@ class Plan(
         ],
     )
 ):
-    """How a run is spread.
+    """The devices, processes and hosts of a run.
 
     Args:
-        devices: Int, number of devices of the whole run.
-        processes: Int, number of processes of the whole run; `None` for as
+        devices: Int. Number of devices of the whole run.
+        processes: Int. Number of processes of the whole run. `None` for as
             many as the backend needs.
-        hosts: List of strings, `"host:port"` of each host; empty for this one
-            alone.
-        host_index: Int, which of the hosts this is.
-        dry_run: Boolean, whether to write what would run, and run nothing.
-        all_output: Boolean, whether all processes print, not only process 0.
+        hosts: List of strings. `"host:port"` of each host. Empty if the run
+            uses this host only.
+        host_index: Int. Index of this host.
+        dry_run: Boolean. Whether to print the commands and run nothing.
+        all_output: Boolean. Whether all processes print, not only process 0.
     """
 
     def with_processes(self):
-        """Returns the plan with one process on each host, by default."""
+        """Returns the plan with one process per host, if it sets no number."""
         count = self.processes or max(len(self.hosts), 1)
         return self._replace(processes=count)
 
@@ -108,7 +107,7 @@ class Plan(
     def addresses(self):
         """Returns the list of the `host:port` of all processes.
 
-        Processes of one host have ports that follow each other.
+        The processes of one of several hosts have consecutive ports.
         """
         if not self.hosts:
             return [f"127.0.0.1:{port}" for port in _free_ports(self.processes)]
@@ -125,9 +124,9 @@ def launch(plan, argv, environment):
 
     Args:
         plan: `Plan`.
-        argv: List of strings: the script and its arguments.
-        environment: Function of the number of devices of a process and its
-            index on this host, which returns the variables it needs.
+        argv: List of strings. The script and its arguments.
+        environment: Function of the number of devices of a process and of its
+            index on this host. It returns the environment variables to add.
     """
     if plan.processes == 1:
         processes = [
@@ -139,7 +138,7 @@ def launch(plan, argv, environment):
         sys.stdout.write("".join(f"{process}\n" for process in processes))
         return
     if plan.processes_here == plan.processes:
-        # Several hosts have to be given the same one.
+        # Across hosts the secret has to be equal, so the user sets it.
         os.environ.setdefault(rendezvous.SECRET, secrets.token_hex(16))
     code = run(processes, plan.processes, plan.all_output)
     if code:
@@ -169,20 +168,20 @@ def _processes(plan, argv, environment):
 def run(processes, count, all_output=False):
     """Runs processes until all have ended, and ends all if one fails.
 
-    Signals that this process gets, it hands to all of them.
+    This process forwards its signals to all of them.
 
     Args:
         processes: List of `Process`.
-        count: Int, number of processes of the whole run.
-        all_output: Boolean, whether all of them print. Defaults to `False`:
-            process 0 does, and the last output of another one is shown if it
-            fails without a Python error.
+        count: Int. Number of processes of the whole run.
+        all_output: Boolean. Whether all processes print. Defaults to `False`:
+            only process 0 prints. If another process fails without a Python
+            error, its last output is shown.
 
     Returns:
-        Int, the exit code: 0, that of the process that failed first, or 128
-        and the number of the signal that ended the run.
+        Int. The exit code: 0, the code of the process that failed first, or
+        128 plus the number of the signal that ended the run.
     """
-    # Signal handlers write to it, at any moment.
+    # Signal handlers may write to it at any moment: `SimpleQueue` is reentrant.
     events = queue.SimpleQueue()
     children = []
     handlers = {}
@@ -203,18 +202,18 @@ def run(processes, count, all_output=False):
             return 128 + ended_by if ended_by else first_code
         finally:
             for child in children:
-                # What they started may be left.
+                # Processes that the children started may still run.
                 child.send(signal.SIGKILL)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
 
 class _Child:
-    """A process that was started.
+    """A process that the launcher has started.
 
     Attributes:
-        failed_at: Float, when it ended with an error of its own; `None` if it
-            did not.
+        failed_at: Float. Time when it failed, in seconds since the epoch.
+            `None` if it did not fail, or if the launcher ended it.
     """
 
     def __init__(self, process, folder, events, is_quiet):
@@ -239,14 +238,14 @@ class _Child:
                 },
                 stdout=output,
                 stderr=output,
-                # Signals of the terminal come by way of this process only.
+                # Terminal signals reach this process only, which forwards them.
                 start_new_session=True,
             )
         threading.Thread(target=self._wait, args=(events,), daemon=True).start()
 
     @property
     def code(self):
-        """Its exit code, as a shell has it."""
+        """Exit code of the process, as a shell reports it."""
         return failure_report.exit_code(self._popen.returncode)
 
     def _wait(self, events):
@@ -256,7 +255,7 @@ class _Child:
         events.put(self)
 
     def send(self, number):
-        """Sends a signal to it and to all that it started."""
+        """Sends a signal to the process and to all that it started."""
         self.is_told_to_end |= number in (*_ENDING, signal.SIGKILL)
         try:
             os.killpg(self._popen.pid, number)
@@ -264,7 +263,7 @@ class _Child:
             return
 
     def failure(self):
-        """Returns its `failures.Failure`; `None` if it did not fail."""
+        """Returns a `failure_report.Failure`; `None` if it did not fail."""
         found = failure_report.told(self._error_file, self.index, self.code)
         if found is not None or self.failed_at is None:
             return found
@@ -279,7 +278,7 @@ class _Child:
 def _supervise(children, events):
     """Waits until all have ended; returns the signal that ended them, or 0."""
     ended_by = 0
-    # What is sent when, unless they end before.
+    # Pairs of a time and the signal to send then, unless all have ended.
     plan = []
     while any(child.is_running for child in children):
         try:
@@ -302,7 +301,7 @@ def _supervise(children, events):
         for child in children:
             child.send(event)
         if event in _ENDING:
-            # Asked twice, there is no more time.
+            # A second signal ends the processes at once.
             patience = 0 if plan else _SIGNAL_S
             ended_by = ended_by if plan else event
             plan = [(now + patience, signal.SIGKILL)]

@@ -1,10 +1,10 @@
-"""How long a process waits for the others."""
+"""The time that a process waits for the others, and errors after it."""
 
 import contextlib
 import math
 import os
 
-# How long the others wait for one of them that writes a file, in seconds.
+# Longest wait for a process that writes a file, in seconds.
 LONGEST_S = 3600
 _longer = []
 
@@ -12,7 +12,7 @@ _longer = []
 def timeout():
     """Returns the seconds that a process waits for the others of its run.
 
-    The environment variable KERAS_TP_TIMEOUT, by default 45.
+    The environment variable KERAS_TP_TIMEOUT sets them. Defaults to 45.
     """
     given = os.environ.get("KERAS_TP_TIMEOUT", "45")
     try:
@@ -29,14 +29,14 @@ def timeout():
 
 
 def not_called_by_all(what, index, count, seconds, missing):
-    """Returns the error of a collective that only some processes called.
+    """Returns the error message for a collective that some did not call.
 
     Args:
-        what: String that names the collective.
-        index: Int, index of this process.
-        count: Int, number of processes.
-        seconds: Float, how long the others were waited for.
-        missing: String that says which processes did not come.
+        what: String. Name of the collective.
+        index: Int. Index of this process.
+        count: Int. Number of processes.
+        seconds: Float. Time that this process waited for the others.
+        missing: String. Names the processes that did not call it.
     """
     return (
         f"{what} is a collective of {count} processes: every process has to "
@@ -47,11 +47,11 @@ def not_called_by_all(what, index, count, seconds, missing):
 
 
 def meanwhile(places):
-    """Returns a sentence about processes that wait for something else.
+    """Returns a sentence about processes that wait at other collectives.
 
     Args:
-        places: Dict of the index of a process to a string that names what it
-            waits for. If it is empty, so is the sentence.
+        places: Dict from the index of a process to the name of the collective
+            where it waits. If it is empty, so is the sentence.
     """
     if not places:
         return ""
@@ -64,10 +64,10 @@ def meanwhile(places):
 
 @contextlib.contextmanager
 def longer():
-    """Within it the others are waited for up to `LONGEST_S` seconds.
+    """Context in which processes wait for each other up to `LONGEST_S` seconds.
 
-    For what one process does while the others wait, and which takes as long
-    as it takes: all of them have come already. One that ends is noticed at
+    Use it after all processes have met, while one of them does work of unknown
+    length, such as writing a file. A process that ends is still noticed at
     once.
     """
     _longer.append(LONGEST_S)
@@ -78,10 +78,10 @@ def longer():
 
 
 def is_longer():
-    """Returns whether the others are waited for up to `LONGEST_S` seconds."""
+    """Returns whether processes wait for each other up to `LONGEST_S`."""
     return bool(_longer)
 
 
 def patience(seconds):
-    """Returns how long to wait for the others now, instead of `seconds`."""
+    """Returns the seconds to wait now: `seconds`, or more within `longer`."""
     return max([seconds, *_longer])

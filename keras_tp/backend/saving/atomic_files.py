@@ -1,8 +1,8 @@
-"""Files that are replaced as a whole, or not at all.
+"""Replaces files as a whole, or not at all.
 
-A file is written in a folder of its own beside the one that it replaces,
-flushed to the disk, and put in its place. A process that is killed, or a disk
-that is full, leaves the older file as it was.
+A file is written to a temporary folder beside the file that it replaces,
+flushed to the disk, and moved into place. If the process is killed or the disk
+is full, the older file stays as it was.
 """
 
 import contextlib
@@ -14,20 +14,21 @@ import shutil
 import socket
 import tempfile
 
-# What the next save to the same path may remove: by host and process.
+# Prefix of the temporary folder. Its host and process tell the next save to the
+# same path whether it may remove the folder.
 _FOLDER = ".{name}.{host}-{process}."
 
 
 @contextlib.contextmanager
 def replaced(path):
-    """Gives a path to write to; what is there then takes the place of a file.
+    """Yields a path to write to, then moves the new file to `path`.
 
     Args:
-        path: String or path of the file, whose folder exists. Of a link, the
-            file that it leads to is replaced.
+        path: String or path of the file, in a folder that exists. If it is a
+            link, the file that it points to is replaced.
 
     Raises:
-        OSError: if there is no space left, with the name of the file.
+        OSError: if the disk is full, with the name of the file.
     """
     path = pathlib.Path(os.path.realpath(path))
     with folder_beside(path) as folder:
@@ -40,16 +41,16 @@ def replaced(path):
 
 @contextlib.contextmanager
 def folder_beside(path):
-    """Gives a folder to write to, which goes at the end.
+    """Yields a temporary folder to write to.
 
-    What earlier processes left that ended while they wrote goes as well.
+    Also removes the folders of earlier processes that ended while they wrote.
 
     Args:
-        path: `pathlib.Path` of the file that is to be replaced.
+        path: `pathlib.Path` of the file to replace.
     """
     _remove_leftovers(path)
     prefix = _FOLDER.format(name=path.name, host=_host(), process=os.getpid())
-    # A new one that only this user can enter: no link can be put there.
+    # Only this user can access this folder, so no other can put a link there.
     folder = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
     try:
         yield folder
@@ -58,11 +59,11 @@ def folder_beside(path):
 
 
 def put(new, path):
-    """Puts a file that was flushed in the place of another one.
+    """Moves a flushed file to a path, and replaces a file that exists there.
 
     Args:
-        new: `pathlib.Path` of the file, on the same disk.
-        path: `pathlib.Path` that it is to have, of a file or not yet of one.
+        new: `pathlib.Path` of the file, on the same disk as `path`.
+        path: `pathlib.Path` of the target.
     """
     if path.exists():
         shutil.copymode(path, new)
@@ -71,7 +72,7 @@ def put(new, path):
 
 
 def are_others_writing(path):
-    """Returns whether somebody else writes what is to replace a file.
+    """Returns whether another process seems to write a replacement of a file.
 
     Args:
         path: `pathlib.Path` of the file.
@@ -85,7 +86,7 @@ def are_others_writing(path):
 
 
 def _folders_of(path):
-    """Returns the pattern of the folders in which a file is written."""
+    """Returns the pattern of the temporary folders' names for a file."""
     name = re.escape(path.name)
     return re.compile(rf"\.{name}\.(\w+-\d+)\.\w+")
 
@@ -95,7 +96,7 @@ def _host():
 
 
 def _remove_leftovers(path):
-    """Removes what processes of this host left that ended while they wrote."""
+    """Removes the folders of processes of this host that have ended."""
     pattern = _folders_of(path)
     for folder in path.parent.iterdir():
         found = pattern.fullmatch(folder.name)
@@ -112,14 +113,14 @@ def _is_alive(process):
     except ProcessLookupError:
         return False
     except PermissionError:
-        # Another user's.
+        # The process of another user.
         return True
     return True
 
 
 @contextlib.contextmanager
 def full_disk_named(path):
-    """Says what a disk without space means for the file that is replaced.
+    """Context that adds the file's name to the error of a full disk.
 
     Args:
         path: `pathlib.Path` of the file.
@@ -127,7 +128,7 @@ def full_disk_named(path):
     try:
         yield
     except (OSError, RuntimeError) as e:
-        # HDF5 gives the number of the error in its text only.
+        # HDF5 reports the error number in the message only.
         text = os.strerror(errno.ENOSPC)
         if getattr(e, "errno", None) != errno.ENOSPC and text not in str(e):
             raise
@@ -141,7 +142,7 @@ def full_disk_named(path):
 
 
 def flush(path):
-    """Waits until a file, or the names in a folder, are on the disk.
+    """Waits until a file, or the entries of a folder, are on the disk.
 
     Args:
         path: String or path.

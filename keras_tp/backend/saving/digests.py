@@ -1,8 +1,8 @@
-"""Digests in files of weights, so that damage is found before it is loaded.
+"""Adds digests to weights files, so that damage is found before loading.
 
-Each dataset of an HDF5 file has the SHA-256 of its value as an attribute, and
-the root group has one over all of these: the seal. Keras ignores both. A file
-without a seal, as Keras writes it, is read as well.
+Each dataset of an HDF5 file has the SHA-256 of its value as an attribute. The
+root group has a SHA-256 over all of these digests: the seal. Keras ignores
+both. A file without a seal, such as Keras writes, can be read, too.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ DIGEST = "keras_tp_sha256"
 SEAL = "keras_tp_seal"
 PROGRESS = "keras_tp_progress"
 
-# What h5py and `json` raise for files that are damaged.
+# Errors that h5py and `json` raise for damaged files.
 READING_ERRORS = (
     ArithmeticError,
     AttributeError,
@@ -36,20 +36,21 @@ READING_ERRORS = (
 )
 
 _BLOCK_BYTES = 2**24
-# No filter of HDF5 makes data smaller than this, and few chunks are exempt.
+# Filters of HDF5 compress data by less than this factor. Compressed datasets of
+# up to `_FEW_BYTES` are exempt.
 _MOST_EXPANSION = 1100
 _FEW_BYTES = 2**20
 
 
 class UnreadableFileError(ValueError, OSError):
-    """A file could not be read, where Keras raises an `OSError`.
+    """Raised for an unreadable file, in places where Keras raises `OSError`.
 
-    `BackupAndRestore` catches it and takes the file before the last.
+    `BackupAndRestore` catches it and loads the previous file.
     """
 
 
 def note(dataset, value):
-    """Adds the digest of a value to the dataset that holds it.
+    """Adds the digest of a value to its dataset.
 
     Args:
         dataset: `h5py.Dataset` that was just written.
@@ -65,11 +66,11 @@ def seal(file, progress=None):
 
     Args:
         file: `h5py.File`.
-        progress: Dict that can be written as JSON: how far training came.
+        progress: Dict. Progress of training, in types that JSON supports.
             Defaults to `None`.
 
     Returns:
-        The digest, a string.
+        String. The digest.
     """
     if progress is not None:
         file.attrs[PROGRESS] = json.dumps(progress)
@@ -79,7 +80,7 @@ def seal(file, progress=None):
 
 
 def progress_of(path):
-    """Returns the progress that `seal` put into a file; `None` if nothing.
+    """Returns the progress that `seal` wrote to a file, or `None`.
 
     Args:
         path: String or path.
@@ -90,19 +91,19 @@ def progress_of(path):
 
 
 def check(file):
-    """Compares what a file holds with its digests.
+    """Compares the content of a file with its digests.
 
-    Sizes are compared before any value is read. Of a file without digests,
-    only sizes are.
+    Sizes are checked before any value is read. In a file without digests, only
+    sizes are checked.
 
     Args:
         file: `h5py.File`.
 
     Returns:
-        The seal, a string; `None` where the file has none.
+        String. The seal, or `None` if the file has none.
 
     Raises:
-        UnreadableFileError: if something differs, with the dataset.
+        UnreadableFileError: if something differs, with the dataset's name.
     """
     found = check_seal(file)
     check_rest(file, ())
@@ -110,13 +111,13 @@ def check(file):
 
 
 def check_seal(file):
-    """Compares sizes, and the list of variables; reads no value.
+    """Checks sizes and the list of variables, without reading values.
 
     Args:
         file: `h5py.File`.
 
     Returns:
-        The seal, a string; `None` where the file has none.
+        String. The seal, or `None` if the file has none.
 
     Raises:
         UnreadableFileError: if something differs.
@@ -128,14 +129,14 @@ def check_seal(file):
 
 
 def check_rest(file, names):
-    """Compares the values that were not read yet with their digests.
+    """Compares the values that were not compared yet with their digests.
 
     Args:
         file: `h5py.File`.
         names: Collection of the names of datasets that were compared.
 
     Raises:
-        UnreadableFileError: if one differs, with the dataset.
+        UnreadableFileError: if a value differs, with the dataset's name.
     """
     try:
         for name, dataset in _datasets(file).items():
@@ -153,10 +154,10 @@ def check_value(dataset, value):
         value: The array that was read from it.
 
     Returns:
-        The name of the dataset.
+        String. The name of the dataset.
 
     Raises:
-        UnreadableFileError: if it differs.
+        UnreadableFileError: if the value differs.
     """
     if DIGEST in dataset.attrs:
         _check_blocks(dataset.name, dataset, [value])
@@ -167,14 +168,14 @@ def check_bytes(path_or_io, archive=None, mode="r"):
     """Compares a file with its checksum, before anything interprets it.
 
     Args:
-        path_or_io: String or path of the file; what is in memory was compared
-            when it was read.
-        archive: `zipfile.ZipFile` that the file is in. Defaults to `None`.
-        mode: String; files that are written, `"w"`, are not compared. Defaults
-            to `"r"`.
+        path_or_io: String or path of the file. A file in memory is skipped,
+            because it was compared when it was read.
+        archive: `zipfile.ZipFile` that contains the file. Defaults to `None`.
+        mode: String. Files opened for writing (`"w"`) are skipped. Defaults to
+            `"r"`.
 
     Raises:
-        UnreadableFileError: if they differ.
+        UnreadableFileError: if the checksum differs.
     """
     if mode != "r":
         return
@@ -268,13 +269,13 @@ def _check_sizes(file, datasets):
 
 
 def _begin(dataset):
-    """Returns a digest that has taken in the shape and the dtype."""
+    """Returns a digest that starts with the dtype and the shape."""
     head = (dataset.dtype.str, dataset.attrs.get("dtype"), dataset.shape)
     return hashlib.sha256(repr(head).encode())
 
 
 def _blocks(dataset):
-    """Gives the value of a dataset in parts."""
+    """Yields the value of a dataset in blocks of rows."""
     if not dataset.shape or not dataset.size:
         yield dataset[()]
         return
@@ -287,7 +288,7 @@ def _blocks(dataset):
 def _bytes(value):
     value = np.asarray(value)
     if value.dtype.kind in "OU":
-        # Strings, which are read as bytes.
+        # Strings are read back as bytes, so both have the same digest.
         texts = (
             text.encode() if isinstance(text, str) else text
             for text in value.ravel().tolist()

@@ -1,7 +1,7 @@
-"""A digest at the end of an HDF5 file, of the bytes that are no values.
+"""Appends a digest of an HDF5 file's structure: all bytes but the values.
 
-It is compared before HDF5 reads the file: the library may take forever over
-one whose structure is damaged. HDF5 ignores what comes after its own end of a
+The digest is checked before HDF5 reads the file, because the library may hang
+on a file with a damaged structure. HDF5 ignores bytes after its own end of the
 file. The values have digests of their own, in `digests.py`.
 """
 
@@ -17,12 +17,12 @@ _LENGTH = b" %012d\n"
 _LENGTH_BYTES = len(_LENGTH % 0)
 _BLOCK_BYTES = 2**20
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
-# Where a file says how long it is, by the version of its head.
+# Offset of the file's length in the HDF5 superblock, by superblock version.
 _PLACE_OF_END = {0: 40, 1: 44, 2: 28, 3: 28}
 
 
 def append(path):
-    """Adds the trailer to a file that was closed.
+    """Adds the trailer to a closed file.
 
     Args:
         path: String or path.
@@ -41,7 +41,10 @@ def append(path):
 
 
 def differs(path):
-    """Returns whether a file differs from its trailer; `False` without one.
+    """Returns whether a file differs from its trailer.
+
+    Without a trailer, a file differs if it is longer than HDF5 says, because
+    its trailer was cut.
 
     Args:
         path: String or path.
@@ -68,7 +71,7 @@ def differs(path):
 
 
 def _goes_on(file, size):
-    """Returns whether a file is longer than HDF5 says: by a cut trailer."""
+    """Returns whether a file is longer than HDF5 says, by a cut trailer."""
     file.seek(0)
     head = file.read(64)
     if len(head) < 64 or not head.startswith(_SIGNATURE):
@@ -80,11 +83,11 @@ def _goes_on(file, size):
 
 
 def _values(path):
-    """Returns where the values of a file are: pairs of offset and size."""
+    """Returns the locations of a file's values: pairs of offset and size."""
     found = []
 
     def add(name, item):
-        # Those that are not in one piece have no offset.
+        # Values that are not in one piece have no offset.
         if isinstance(item, h5py.Dataset):
             offset = item.id.get_offset()
             if offset is not None:

@@ -1,7 +1,7 @@
-"""All processes gather what is saved, and one of them writes.
+"""Saves a model in one process, after all processes have gathered its values.
 
-It writes to a file beside the one that is named, and then puts it in its
-place: a process that ends midway leaves the older file as it was.
+The process writes to a temporary file, and then moves it into place. If it ends
+midway, the older file stays as it was.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import file_seal
 from keras_tp.backend.saving import sharded_files
 
-# What Keras writes as one file.
+# Suffixes of the formats that Keras writes as one file.
 _FILES = (".keras", ".h5", ".hdf5")
 _STORE = "keras.src.saving.saving_lib:H5IOStore"
 _STORE_OF_PARTS = "keras.src.saving.saving_lib:ShardedH5IOStore"
@@ -31,10 +31,10 @@ def table(processes, is_distributed):
     """Returns the rows of a hook table.
 
     Args:
-        processes: The backend's module of that name, with `meet`, `longer`,
+        processes: The backend's `processes` module, with `meet`, `longer`,
             `is_first` and `world_size`.
-        is_distributed: Function of a model: whether its variables are split
-            over processes.
+        is_distributed: Function of a model. Returns whether its variables are
+            split over processes.
     """
     return [
         *(
@@ -84,7 +84,7 @@ def table(processes, is_distributed):
 
 
 def _save_once(processes, is_distributed, original):
-    """All processes gather, one of them writes."""
+    """Makes all processes gather the values, and process 0 write them."""
 
     @functools.wraps(original)
     def save(model, filepath, *args, **kwargs):
@@ -107,7 +107,7 @@ def _save_once(processes, is_distributed, original):
                 result = original(model, path, *args, **kwargs)
                 # If a process ended meanwhile, the older file stays.
                 processes.meet(_SAVING)
-            # Whoever loads the file next finds it complete.
+            # From here on, every process can load the complete file.
             processes.meet(_SAVING)
         return result
 
@@ -116,12 +116,13 @@ def _save_once(processes, is_distributed, original):
 
 @contextlib.contextmanager
 def noting(progress):
-    """Files of weights that are written meanwhile hold how far training came.
+    """Context in which weights files also store the progress of training.
 
-    In one file it is as new as the weights are, wherever a save is cut short.
+    In the same file, progress and weights always match, even if a save is
+    interrupted.
 
     Args:
-        progress: Dict of string to int.
+        progress: Dict that can be written as JSON.
     """
     _noted.append(progress)
     try:
@@ -135,10 +136,10 @@ _noted = []
 
 @contextlib.contextmanager
 def checking():
-    """Files of weights that are read meanwhile are compared with digests.
+    """Context in which weights files are compared with their digests.
 
-    A value is compared when it is read. Those that were not read are compared
-    when the file is closed. Gives a list that holds the array read last.
+    A value is compared when it is read. Values that were not read are compared
+    when the file is closed. Yields a list that holds the array read last.
     """
     _checking.append([])
     opened = len(_opened)
@@ -146,8 +147,8 @@ def checking():
         yield _checking[-1]
     finally:
         _checking.pop()
-        # Keras leaves a file open that it could not load. HDF5 would take what
-        # it knows of it for the next one of that name.
+        # Keras leaves a file open if loading fails. HDF5 would then reuse its
+        # cached content for the next file of that name.
         for store in list(_opened)[opened:]:
             if store.h5_file:
                 store.h5_file.close()
@@ -155,26 +156,26 @@ def checking():
 
 
 _checking = []
-# Each store that was opened, with the names of the values that were compared;
-# `None` if all of them were compared before.
+# Maps each open store to the names of the values compared so far, or to `None`
+# if it has no values to compare.
 _opened = {}
 
 
 def has_a_layout(model):
-    """Whether a model is laid out here; another is saved as Keras does."""
+    """Whether a model has layouts. Other models are saved as Keras does."""
     return distribution() is not None or any(
         variable._layout is not None for variable in model.variables
     )
 
 
 def _has_only_a_distribution(model):
-    """Whether a model without variables is one model of all processes."""
+    """Whether a model has no variables, but belongs to a distribution."""
     return distribution() is not None and not model.variables
 
 
 @contextlib.contextmanager
 def _beside(filepath, is_parts):
-    """Gives the path to write to, and then puts what is there in its place."""
+    """Yields a path to write to, then moves the files into place."""
     _sealing.append(True)
     try:
         with _in_place_of(filepath, is_parts) as path:
@@ -199,7 +200,7 @@ def _in_place_of(filepath, is_parts):
         or os.path.isdir(path)
         or not os.path.isdir(folder)
     ):
-        # A folder, or elsewhere.
+        # A folder, or a path whose parent is not a local folder.
         yield filepath
         return
     with atomic_files.replaced(path) as new:
@@ -208,7 +209,7 @@ def _in_place_of(filepath, is_parts):
 
 @contextlib.contextmanager
 def _nowhere(filepath):
-    """Gives a path where an empty file is written, and then nothing is."""
+    """Yields a path in a temporary folder, for processes that only gather."""
     _joining.append(True)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -221,7 +222,7 @@ _joining = []
 
 
 def _by_file(processes, is_distributed, original):
-    """Keras otherwise reads a `.keras` file as a whole, or makes it so."""
+    """Stops Keras from holding a distributed model's whole file in memory."""
 
     @functools.wraps(original)
     def is_memory_sufficient(model):
@@ -233,7 +234,7 @@ def _by_file(processes, is_distributed, original):
 
 
 def _store_once(original):
-    """Who does not write, only gathers."""
+    """Gathers a value in all processes, and writes it in process 0."""
 
     @functools.wraps(original)
     def __setitem__(self, key, value):
@@ -272,7 +273,7 @@ def _check_store(original):
             original(self, path_or_io, *args, **kwargs)
             return
         try:
-            # Before HDF5 reads it.
+            # Must run before HDF5 reads the file.
             digests.check_bytes(path_or_io, *args, **kwargs)
             original(self, path_or_io, *args, **kwargs)
         except FileNotFoundError:
@@ -302,7 +303,7 @@ def _check_parts(original):
 def _seal_store(original):
     @functools.wraps(original)
     def close(self):
-        # HDF5 calls a file "r+" that it writes.
+        # h5py reports the mode of a file opened with "w" as "r+".
         file = self.h5_file
         compared = _opened.get(self)
         if compared is not None and file:

@@ -1,12 +1,11 @@
-"""Weights in several files, of which all are replaced, or none.
+"""Replaces weights in several files together, or none of them.
 
-With `max_shard_size` Keras writes parts and a JSON file that says which part
-holds which variable. Here the parts get names that no file has, and the JSON
-file is put in its place last. Until then it names the older parts, which are
-removed afterwards.
+With `max_shard_size` Keras writes parts, and a JSON file that maps variables
+to parts. Here the parts get new names, and the JSON file is replaced last.
+Until then the JSON file names the older parts, which are removed afterwards.
 
-Keras opens a file that ends in `_00000.weights.h5` whatever the JSON file
-says. An empty one has that name.
+Keras always opens the file that ends in `_00000.weights.h5`, even if the JSON
+file does not name it. So an empty file has that name.
 """
 
 import contextlib
@@ -29,16 +28,16 @@ _SUFFIX = ".weights.h5"
 
 @contextlib.contextmanager
 def replaced(path):
-    """Gives a path that Keras writes to; the files then replace older ones.
+    """Yields a path for Keras to write to, then replaces the older files.
 
     Args:
-        path: String, path of the JSON file, whose folder exists.
+        path: String. Path of the JSON file, in a folder that exists.
 
     Raises:
-        OSError: if there is no space left, with the name of the file.
+        OSError: if the disk is full, with the name of the file.
     """
     given = pathlib.Path(path)
-    # Keras does so with other suffixes, and warns.
+    # Keras replaces other suffixes, too, with a warning.
     path = given.with_suffix(".json")
     with (
         atomic_files.folder_beside(path) as folder,
@@ -55,7 +54,8 @@ def check(path):
         path: String or path of the JSON file.
 
     Raises:
-        UnreadableFileError: if something differs, with the part.
+        FileNotFoundError: if the JSON file does not exist.
+        UnreadableFileError: if something differs, with the part's name.
     """
     path = pathlib.Path(path).with_suffix(".json")
     try:
@@ -113,7 +113,7 @@ def _digest(config, seals):
 
 
 def _base_of(path):
-    # As Keras has it.
+    # As in `ShardedH5IOStore`.
     return path.stem.replace(".weights", "")
 
 
@@ -155,7 +155,7 @@ def _publish(folder, path):
     atomic_files.flush(path.parent)
     atomic_files.put(new, path)
     if first.name in older:
-        # A part of Keras's own file.
+        # The older file was a part written by Keras alone.
         _write_empty(folder, first)
     _remove_older(path, older, set(fresh.values()))
 
@@ -174,7 +174,7 @@ def _write_empty(folder, path):
 def _names_in(path):
     """Returns the parts that an older JSON file lists; none if it is damaged.
 
-    What it does not list stays where it is.
+    Parts with Keras's names that it does not list are kept.
     """
     try:
         config = json.loads(path.read_bytes())
@@ -190,7 +190,7 @@ def _remove_older(path, older, kept):
     keras = re.compile(rf"{base}_\d{{5,}}{re.escape(_SUFFIX)}")
     removed = {name for name in older if keras.fullmatch(name)}
     if atomic_files.are_others_writing(path):
-        # Theirs are listed nowhere yet.
+        # No JSON file lists the parts of the others yet.
         removed |= {name for name in older if own.fullmatch(name)}
     else:
         removed |= set(filter(own.fullmatch, os.listdir(path.parent)))

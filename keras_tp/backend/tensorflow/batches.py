@@ -14,13 +14,13 @@ from keras_tp.backend.tensorflow import processes
 
 
 def parts_of(current):
-    """Returns the `Parts` that processes are given under a distribution.
+    """Returns the `Parts` of batches that a distribution gives to processes.
 
     Args:
         current: A `Distribution`, or `None`.
 
     Returns:
-        `Parts`; `None` where every process is given the global batch.
+        `Parts`; `None` if every process is given the global batch.
     """
     if processes.world_size() == 1 or getattr(
         current, "auto_shard_dataset", True
@@ -30,7 +30,7 @@ def parts_of(current):
     if current.batch_dim_name not in mesh.axis_names:
         return None
     dim = list(mesh.axis_names).index(current.batch_dim_name)
-    # Devices are listed process by process, as many of each.
+    # Devices are listed process by process, equally many for each.
     along = np.indices(mesh.shape)[dim].flatten()
     count = processes.world_size()
     return data_shards.find_parts(
@@ -40,9 +40,9 @@ def parts_of(current):
 
 
 def place(batch, current):
-    """Returns a batch, whole or a part as the distribution says, as DTensors.
+    """Places the global batch, or this process's part of it, as DTensors.
 
-    A collective where processes are given parts.
+    A collective if the distribution gives parts to processes.
     """
     parts = parts_of(current)
     is_part = False
@@ -73,7 +73,7 @@ def _placed(batch, current, parts):
 
 
 class InStep:
-    """The batches of an epoch, placed, in step with the other processes.
+    """Places the batches of an epoch, in step with the other processes.
 
     Args:
         dataset: `tf.data.Dataset` of global batches, or of parts.
@@ -97,7 +97,7 @@ class InStep:
 
 
 def hook_epoch_iterator(original):
-    """All processes agree on how many batches there are."""
+    """Makes all processes agree on the number of batches."""
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):

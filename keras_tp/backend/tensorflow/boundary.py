@@ -1,4 +1,4 @@
-"""Tensors that enter a mesh, such as batches, and those that leave it."""
+"""Moves tensors, such as batches, onto a mesh and off it."""
 
 import warnings
 
@@ -9,12 +9,12 @@ from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import placement
 
-# A sparse batch that is larger than this when it is dense is warned of.
+# Warn if the dense rows of a sparse batch take more than this on a device.
 LARGE_BATCH_BYTES = 2**28
 
 
 def batch_layout(shape, mesh, axis):
-    """Returns the layout of a batch: replicated if the axis does not divide.
+    """Returns the layout of a batch: replicated if the axis does not divide it.
 
     Args:
         shape: Shape of the batch; unknown dims are `None`.
@@ -32,12 +32,12 @@ def place_batch(batch, mesh, axis, part=(0, 1)):
     """Puts a batch on the devices.
 
     Args:
-        batch: Array, tensor, sparse tensor (which becomes a dense one) or
-            `None`, which is returned as it is.
+        batch: Array, tensor or sparse tensor, which becomes dense. `None`,
+            strings, DTensors and scipy matrices are returned as they are.
         mesh: `dtensor.Mesh`.
         axis: String, mesh axis that splits the first dim, or `None`.
-        part: Pair of ints: which of how many parts of the global batch this
-            process gives. Defaults to all of it.
+        part: Pair of ints: the index of this process's part of the global
+            batch, and the number of parts. Defaults to `(0, 1)`.
 
     Returns:
         A DTensor; replicated if the axis does not divide the batch.
@@ -52,7 +52,7 @@ def place_batch(batch, mesh, axis, part=(0, 1)):
     if isinstance(batch, tf.SparseTensor):
         return _place_sparse(batch, mesh, axis)
     if placement.is_dtensor(batch) or data_adapter_utils.is_scipy_sparse(batch):
-        # Of a matrix of scipy TensorFlow says itself that it is no tensor.
+        # TensorFlow itself raises an error for a scipy matrix.
         return batch
     if not tf.is_tensor(batch):
         with tf.device("CPU:0"):
@@ -75,10 +75,10 @@ def place_batch(batch, mesh, axis, part=(0, 1)):
 
 
 def _place_sparse(batch, mesh, axis):
-    """Puts a sparse batch on the devices, each of which makes its rows dense.
+    """Makes the rows of a sparse batch dense and puts them on the devices.
 
-    DTensor computes with dense tensors only. No device, and not the host
-    either, holds more of it than the rows of one device.
+    DTensor computes with dense tensors only. A device holds only its own rows;
+    the host holds the rows of all devices of this process meanwhile.
     """
     if batch.dtype == tf.string:
         return batch
@@ -99,7 +99,7 @@ def _place_sparse(batch, mesh, axis):
                 stacklevel=2,
             )
         first, *others = indices[held].T
-        # An entry may be there twice; it is the sum then.
+        # Duplicate entries are summed.
         np.add.at(rows, (first - start, *others), entries[held])
         return rows
 
@@ -107,7 +107,7 @@ def _place_sparse(batch, mesh, axis):
 
 
 def enter_mesh(value, mesh, axis):
-    """Places a batch; a gradient comes back as a plain tensor.
+    """Places a batch; its gradient is a plain tensor.
 
     Args:
         value: Array or tensor.
@@ -132,9 +132,9 @@ def enter_mesh(value, mesh, axis):
 
 
 def leave_mesh(value):
-    """Returns an eager DTensor as a plain tensor, which mixes with others.
+    """Returns an eager DTensor as a plain tensor, for use with plain tensors.
 
-    A gradient that arrives at it goes on to the devices of the mesh.
+    Its gradient is placed on the mesh again.
     """
     if not isinstance(value, tf.Tensor) or not placement.is_dtensor(value):
         return value
@@ -152,7 +152,7 @@ def leave_mesh(value):
 
 
 def _copy_notes(tensor, copy, move):
-    """Gives a copy what Keras notes of a tensor, moved to where that is."""
+    """Copies Keras's mask and logits attributes, moved like the tensor."""
     for name in ("_keras_mask", "_keras_logits"):
         if getattr(tensor, name, None) is not None:
             setattr(copy, name, move(getattr(tensor, name)))

@@ -1,4 +1,4 @@
-"""Collectives of an executed step, counted in the graphs of one device."""
+"""Counts the collectives of an executed step in the graphs of one device."""
 
 import itertools
 import math
@@ -29,9 +29,9 @@ _OPS = {
     "CollectiveAllToAll": "all_to_all",
     "CollectivePermute": "collective_permute",
 }
-# DTensor names a node after what it is for. Where a device has no operation of
-# its own for it, as CPUs have none for a gather, an all-reduce of padded parts
-# does the work; it counts as what it is for.
+# DTensor names a node after its purpose. If a device lacks the collective, as
+# CPUs lack a gather, DTensor all-reduces padded parts instead. The node counts
+# as its purpose.
 _PURPOSES = {
     "DTensorAllReduce": "all_reduce",
     "DTensorAllGather": "all_gather",
@@ -42,17 +42,17 @@ _PURPOSES = {
 
 
 def count_step(model, x, y=None):
-    """Runs one step of a model and counts what its devices communicate.
+    """Runs one step of a model and counts its collectives.
 
-    All state is put back afterwards.
+    Restores all state afterwards.
 
     Args:
         model: A Keras model whose distribution is the current one.
         x: Inputs of one batch.
-        y: Targets of the batch. Defaults to `None`: the step of `predict`.
+        y: Targets of the batch. Defaults to `None`: a predict step.
 
     Returns:
-        Dict of the collective's name to `(count, bytes)`.
+        Dict of collective name to `(count, bytes)`.
     """
     data = tree.map_structure(
         lambda v: (
@@ -78,7 +78,7 @@ def count_step(model, x, y=None):
 
 
 class _state_kept:
-    """Puts the values of all variables back."""
+    """Restores the values of all distributed variables."""
 
     def __init__(self, model):
         self._kept = []
@@ -88,7 +88,7 @@ class _state_kept:
         self._state = [v for v in state if variables.is_distributed(v)]
 
     def __enter__(self):
-        # Shares the memory of a variable until that is assigned to.
+        # Shares the memory of the variable until an assignment.
         self._kept = [v._value.read_value() for v in self._state]
 
     def __exit__(self, *unused):
@@ -100,10 +100,10 @@ class _state_kept:
 
 def _executed_graphs(model, step, data):
     if distribution() is None:
-        # On one device there is no one to talk to.
+        # One device has no collectives.
         return []
-    # A function of its own, since TensorFlow hands out the graphs of a
-    # function only when it is made ready to run, which is the first time.
+    # A new function, because TensorFlow exports the graphs of a function only
+    # when it instantiates them, on the first run.
     mark = f"keras_tp_counted_{next(_runs)}"
 
     def marked_step(batch):
@@ -119,7 +119,7 @@ def _executed_graphs(model, step, data):
         metadata = context.context().export_run_metadata()
     finally:
         context.context().disable_run_metadata()
-    # What else TensorFlow made ready meanwhile may be there too.
+    # TensorFlow may have instantiated other functions meanwhile.
     return [
         graph
         for graph in metadata.partition_graphs
@@ -131,11 +131,11 @@ def count(graphs):
     """Counts the collectives of one device among the graphs of all devices.
 
     Args:
-        graphs: List of `GraphDef`, as run metadata has them.
+        graphs: List of `GraphDef` from run metadata.
 
     Returns:
-        Dict of the collective's name to `(count, bytes)`; bytes are those of
-        the results on one device.
+        Dict of collective name to `(count, bytes)`, with the size of the
+        results on one device.
     """
     by_device = {}
     for graph in graphs:
@@ -157,7 +157,7 @@ def count(graphs):
 
 def _kind(node):
     for op, name in _OPS.items():
-        # Followed by a version or nothing.
+        # An operation may have a version in its name.
         if node.op in (op, op + "V2", op + "V3"):
             for purpose, meant in _PURPOSES.items():
                 if purpose in node.name.split("/")[-1]:

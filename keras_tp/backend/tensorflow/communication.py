@@ -1,13 +1,13 @@
 """Collectives with gradients, for layers that are written by hand.
 
-A tensor has the devices of one mesh axis as its first dim, split over that
-axis: `x[i]` is what device `i` of the axis holds. Each function is a linear
-map of such tensors, so it means the same without any device: see `Returns:`.
-The other dims stay as they are split.
+The first dim of a tensor indexes the devices of one mesh axis, and is split
+over that axis: device `i` of the axis holds `x[i]`. The other dims keep their
+splits. Each function is a linear map of such tensors, so `Returns:` defines it
+without any device.
 
-They are sums and layouts; DTensor's SPMD expansion makes collectives of them.
-It adds up whole tensors, of which each device keeps its part; `all_gather`
-leaves the other dims whole too.
+The functions consist of sums and layouts, and DTensor's SPMD expansion turns
+them into collectives. It sums whole tensors before each device keeps its part.
+`all_gather` replicates the other dims too.
 """
 
 import tensorflow as tf
@@ -17,12 +17,12 @@ from keras_tp.backend.tensorflow import placement
 
 
 def all_reduce(x, device_mesh, axis):
-    """Adds up what the devices of an axis hold; each has the sum.
+    """Sums the parts of an axis's devices; each device gets the sum.
 
     The gradient is an all-reduce too.
 
     Args:
-        x: Tensor of shape `(n, ...)`, `n` devices being on the axis.
+        x: Tensor of shape `(n, ...)`; the axis has `n` devices.
         device_mesh: `DeviceMesh`.
         axis: String, axis of the mesh.
 
@@ -34,12 +34,12 @@ def all_reduce(x, device_mesh, axis):
 
 
 def all_gather(x, device_mesh, axis):
-    """Puts together what the devices of an axis hold; each has all of it.
+    """Concatenates the parts of an axis's devices; each device gets all.
 
     The gradient is a reduce-scatter.
 
     Args:
-        x: Tensor of shape `(n, k, ...)`, `n` devices being on the axis.
+        x: Tensor of shape `(n, k, ...)`; the axis has `n` devices.
         device_mesh: `DeviceMesh`.
         axis: String, axis of the mesh.
 
@@ -52,12 +52,12 @@ def all_gather(x, device_mesh, axis):
 
 
 def reduce_scatter(x, device_mesh, axis):
-    """Adds up what the devices of an axis hold; each has its part of the sum.
+    """Sums the parts of an axis's devices; each gets its part of the sum.
 
     The gradient is an all-gather.
 
     Args:
-        x: Tensor of shape `(n, n * k, ...)`, `n` devices being on the axis.
+        x: Tensor of shape `(n, n * k, ...)`; the axis has `n` devices.
         device_mesh: `DeviceMesh`.
         axis: String, axis of the mesh.
 
@@ -69,13 +69,13 @@ def reduce_scatter(x, device_mesh, axis):
 
 
 def broadcast(x, device_mesh, axis, source=0):
-    """Gives all devices of an axis what one of them holds.
+    """Sends the part of one device to all devices of an axis.
 
-    The gradient is the sum over the devices, on the one they came from. Done as
-    an all-reduce with zeros.
+    Implemented as an all-reduce with zeros. The gradient is the sum over the
+    devices, on the source device.
 
     Args:
-        x: Tensor of shape `(n, ...)`, `n` devices being on the axis.
+        x: Tensor of shape `(n, ...)`; the axis has `n` devices.
         device_mesh: `DeviceMesh`.
         axis: String, axis of the mesh.
         source: Int, index of the device on the axis. Defaults to 0.
@@ -88,13 +88,13 @@ def broadcast(x, device_mesh, axis, source=0):
 
 
 def scatter(x, device_mesh, axis, source=0):
-    """Gives each device of an axis its part of what one of them holds.
+    """Splits the part of one device over all devices of an axis.
 
-    The gradient is gathered on the device that the parts came from. Done as
-    a reduce-scatter with zeros.
+    Implemented as a reduce-scatter with zeros. The gradient is gathered on the
+    source device.
 
     Args:
-        x: Tensor of shape `(n, n * k, ...)`, `n` devices being on the axis.
+        x: Tensor of shape `(n, n * k, ...)`; the axis has `n` devices.
         device_mesh: `DeviceMesh`.
         axis: String, axis of the mesh.
         source: Int, index of the device on the axis. Defaults to 0.
@@ -107,7 +107,7 @@ def scatter(x, device_mesh, axis, source=0):
 
 
 def _known(x, device_mesh, axis):
-    """Returns a tensor of an eager call, if plain, split over an axis."""
+    """Splits an eager plain tensor over an axis; returns others as they are."""
     x = tf.convert_to_tensor(x)
     if not tf.executing_eagerly() or placement.is_dtensor(x):
         return x
@@ -124,10 +124,10 @@ def _replicated(x, device_mesh):
 
 
 def _on_each(value, device_mesh, axis):
-    """Splits the first dim, of size 1 or that of the axis, over an axis.
+    """Splits the first dim, broadcast to the size of the axis, over the axis.
 
-    A product with ones that are split: the layout of the other dims, which is
-    not known while tracing, stays as it is.
+    Multiplies by ones that are split. This keeps the layout of the other dims,
+    which is not known while tracing.
     """
     size = dict(zip(device_mesh.axis_names, device_mesh.shape))[axis]
     ones = tf.ones((size,) + (1,) * (len(value.shape) - 1), value.dtype)
@@ -145,7 +145,7 @@ def _parts_of(value, device_mesh, axis):
 
 
 def _dims(x):
-    """Returns the sizes of the dims; as tensors where they are not known."""
+    """Returns the sizes of the dims; unknown sizes as tensors."""
     return [
         tf.shape(x)[dim] if size is None else size
         for dim, size in enumerate(x.shape)

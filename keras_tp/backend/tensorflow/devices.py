@@ -4,12 +4,12 @@ import os
 
 import tensorflow as tf
 
-# How many devices to make of this machine's CPU.
+# The environment variable with the number of virtual CPU devices.
 CPU_DEVICES = "KERAS_TP_CPU_DEVICES"
 
 
 def make_virtual():
-    """Makes the virtual devices that are asked for, if it is not too late."""
+    """Makes the requested virtual devices, unless TensorFlow has started."""
     count = _count()
     cpus = tf.config.list_physical_devices("CPU")
     if count < 1 or not cpus:
@@ -19,16 +19,16 @@ def make_virtual():
             cpus[0], [tf.config.LogicalDeviceConfiguration()] * count
         )
     except RuntimeError:
-        # TensorFlow has started. `check_virtual` says so to whoever needs
-        # the devices.
+        # TensorFlow has started. `check_virtual` raises an error if the
+        # devices are missing.
         return
 
 
 def check_virtual():
-    """Makes the virtual devices; `ValueError` if it is too late for that."""
+    """Makes the virtual devices; raises `ValueError` if it is too late."""
     make_virtual()
     count = _count()
-    # Those of all processes, where there are several.
+    # With several processes, this counts the devices of all of them.
     found = len(tf.config.list_logical_devices("CPU"))
     if count > found:
         raise ValueError(

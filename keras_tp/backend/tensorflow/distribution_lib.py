@@ -1,7 +1,7 @@
 """Distribution on TensorFlow: a variable is a `dtensor.DVariable`.
 
-DTensor's SPMD expansion inserts the collectives. The functions are those that
-CONTRIBUTING.md lists for every backend.
+DTensor's SPMD expansion inserts the collectives. CONTRIBUTING.md lists the
+functions for every backend.
 """
 
 import os
@@ -26,7 +26,7 @@ from keras_tp.backend.tensorflow import selfcheck
 from keras_tp.backend.tensorflow import variables
 from keras_tp.backend.tensorflow.ops import conv
 
-# Both are read once, when TensorFlow first runs something.
+# TensorFlow reads both settings once, when it first runs an operation.
 selfcheck.disable_what_corrupts()
 devices.make_virtual()
 
@@ -40,7 +40,7 @@ def list_devices(device_type=None):
     """
     devices.check_virtual()
     if num_processes() > 1:
-        # Process by process, in the order of DTensor's meshes.
+        # Listed process by process, in the order of DTensor's meshes.
         kind = (device_type or processes.kind()).upper()
         count = dtensor.num_global_devices(kind)
         return [f"{kind.lower()}:{index}" for index in range(count)]
@@ -63,7 +63,7 @@ def initialize(job_addresses, num_processes, process_id):
 
     Args:
         job_addresses: String, comma-separated `host:port` of all processes;
-            `None` where DTensor's own variables say it.
+            `None` if DTensor's own variables are set.
         num_processes: Int, number of processes; `None` likewise.
         process_id: Int, index of this process; `None` likewise.
     """
@@ -81,42 +81,43 @@ def process_id():
 
 
 def from_first_process(value):
-    """Returns the value that process 0 gave, in every process.
+    """Returns the value of process 0, in every process.
 
-    A collective where there are several processes.
+    A collective if there are several processes.
 
     Args:
-        value: What `messages.encode` takes; ignored in the other processes.
+        value: Value for `messages.encode`; ignored in the other processes.
     """
     return processes.from_first(value)
 
 
 def meet(what):
-    """Waits until every process is here, where there are several.
+    """Waits until every process has called this function.
 
-    A collective.
+    A collective. One process alone does not wait.
 
     Args:
-        what: String that names what all processes have to call.
+        what: String that names the call, for the error.
 
     Raises:
-        RuntimeError: if a process does not come in time; says which.
+        RuntimeError: if a process does not arrive in time; names the process.
     """
     processes.meet(what)
 
 
 def collective_library(device_type):
-    """Returns what moves tensors between devices of a type: `"tensorflow"`.
+    """Returns the name of the library that moves tensors: `"tensorflow"`.
 
-    Which library it uses inside is not for a user to choose.
+    A user cannot choose the library that TensorFlow uses inside.
     """
     return "tensorflow"
 
 
 def activate():
-    """Refuses to distribute where TensorFlow would train wrongly.
+    """Raises if TensorFlow would train wrongly; agrees on one seed.
 
-    Called before the hooks are installed.
+    The check runs only if there is one process. A collective. Called before the
+    hooks are installed.
     """
     selfcheck.disable_what_corrupts()
     if num_processes() == 1:
@@ -138,9 +139,9 @@ def distribute_tensor(tensor, layout):
     """Changes the layout of a tensor, eagerly or while tracing.
 
     Args:
-        tensor: Tensor or DTensor. Where shapes are inferred, outside of any
-            mesh, a symbolic tensor is returned as it is.
-        layout: `TensorLayout`, or a layout of DTensor.
+        tensor: Tensor or DTensor. Shape inference runs outside of any mesh:
+            there a symbolic tensor is returned as it is.
+        layout: `TensorLayout`, or a `dtensor.Layout`.
     """
     if not tf.executing_eagerly() and placement.current_mesh() is None:
         return tensor
@@ -151,11 +152,10 @@ def distribute_data_input(per_process_batch, layout, batch_dim_name):
     """Puts a batch on the devices.
 
     Args:
-        per_process_batch: Array or tensor, the global batch, the same in
-            every process; under a distribution with
-            `auto_shard_dataset=False`, this process's part of it, and then
-            this is a collective.
-        layout: `TensorLayout`, or a layout of DTensor. A batch that it cannot
+        per_process_batch: Array or tensor: the global batch, the same in every
+            process. Under a distribution with `auto_shard_dataset=False`, it
+            is this process's part of the batch, and the call is a collective.
+        layout: `TensorLayout`, or a `dtensor.Layout`. A batch that it cannot
             split evenly is replicated.
         batch_dim_name: String, mesh axis that splits the batch.
 
@@ -171,16 +171,19 @@ def distribute_data_input(per_process_batch, layout, batch_dim_name):
 def relayout_variable(variable, layout):
     """Moves a variable to another layout; its value stays the same.
 
+    A collective if there are several processes: each device then gathers the
+    whole value first.
+
     Args:
-        variable: A Keras variable. At most its old and its new shards are in
-            memory together.
+        variable: A Keras variable. With one process, the devices hold at most
+            its old and its new shards together.
         layout: `TensorLayout`, or `None` for a plain variable on one device.
     """
     variables.relayout(variable, layout)
 
 
 def variable_axes(variable):
-    """Returns what splits each dim of a variable, read from the live tensor.
+    """Returns the mesh axis that splits each dim of a variable's live tensor.
 
     Returns:
         Tuple with `None` or a mesh axis for each dim; `None` if the variable
@@ -194,10 +197,9 @@ def variable_axes(variable):
 
 
 def variable_bytes_by_device(variable):
-    """Returns a dict of device name to the bytes that it holds of a variable.
+    """Returns a dict of device name to the bytes of a variable on the device.
 
-    A collective where there are several processes: read from the live tensors
-    of each.
+    A collective if there are several processes: reads the live tensors of each.
     """
     value = variable._value
     if not isinstance(value, dtensor.DVariable):
@@ -220,7 +222,7 @@ def variable_bytes_by_device(variable):
 
 
 def why_gathered(variable, layer):
-    """Returns why a layer puts a split variable together to compute with it.
+    """Returns why a layer gathers a split variable to compute with it.
 
     Args:
         variable: A Keras variable of the layer, which is split.
@@ -241,7 +243,7 @@ def count_collectives(model, x, y=None):
         y: Targets of the batch. Defaults to `None`: the forward pass.
 
     Returns:
-        Dict of the collective's name to `(count, bytes)`.
+        Dict of collective name to `(count, bytes)`.
     """
     return collective_counter.count_step(model, x, y)
 
@@ -250,8 +252,8 @@ def launch(plan, argv):
     """Runs a script on a number of devices, in this process or in several.
 
     Args:
-        plan: `supervision.Plan`. Where TensorFlow finds no accelerator,
-            virtual CPU devices are made.
+        plan: `supervisor.Plan`. If TensorFlow finds no accelerator, virtual
+            CPU devices are made.
         argv: List of strings: the script and its arguments.
     """
     plan = plan.with_processes()
@@ -271,7 +273,7 @@ def launch(plan, argv):
 
 
 def how_to_launch(device_count):
-    """Returns the sentence that says how to run this script on devices.
+    """Returns a sentence on how to run this script on several devices.
 
     Args:
         device_count: Int, number of devices.
@@ -286,7 +288,7 @@ def how_to_launch(device_count):
 
 
 def _process_variables(device_count, local):
-    """Returns the environment variables of one of a host's processes."""
+    """Returns the environment variables of a process of this host."""
     return {devices.CPU_DEVICES: str(device_count)}
 
 

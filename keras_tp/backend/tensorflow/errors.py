@@ -1,11 +1,11 @@
-"""DTensor's errors, with the Keras layer they come from."""
+"""Adds the operation and the Keras layer to DTensor's errors."""
 
 import contextlib
 import re
 
 import tensorflow as tf
 
-# What DTensor's passes say of an operation that they cannot expand.
+# Messages of DTensor's passes for an operation that they cannot expand.
 _UNSUPPORTED = re.compile(
     r"does not implement layout propagation"
     r"|must have fully replicated layout"
@@ -25,14 +25,14 @@ _SHOWN = 3
 
 @contextlib.contextmanager
 def explained(function=None):
-    """Names operation and layer in an error that DTensor gives in the block.
+    """Names the operation and its layers in a DTensor error of the block.
 
     Args:
-        function: `tf.function` that runs in the block; its graph knows which
-            layers an operation is part of. Defaults to `None`.
+        function: `tf.function` that runs in the block. Its graph shows which
+            layers contain the operation. Defaults to `None`.
 
     Raises:
-        NotImplementedError: in place of DTensor's error.
+        NotImplementedError: in place of an error about a missing expansion.
     """
     try:
         yield
@@ -60,14 +60,14 @@ def _first_line(message):
 
 
 def _layers(function, operation):
-    """Returns where in a model an operation is, from the names of its nodes."""
+    """Returns text that names the layers of an operation, or `""`."""
     names = []
     for concrete in _traces(function):
         for graph in (concrete.graph, *_inner_graphs(concrete.graph)):
             for node in graph.get_operations():
                 if node.type != operation:
                     continue
-                # Keras's layers are name scopes; the last part is the node.
+                # Keras's layers are name scopes; the last part names the node.
                 scope = node.name.rpartition("/")[0]
                 if scope and scope not in names:
                     names.append(scope)

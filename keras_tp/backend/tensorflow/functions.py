@@ -1,4 +1,4 @@
-"""A `tf.function` of the user's own, such as the step of a custom loop."""
+"""Runs a user's own `tf.function`, such as a custom step, on the mesh."""
 
 import functools
 import threading
@@ -15,16 +15,16 @@ from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import errors
 from keras_tp.backend.tensorflow import placement
 
-# By function: the mesh that its variables lie on, and the axis of batches.
+# Maps a function to the mesh of its variables and the batch axis.
 _meshes = weakref.WeakKeyDictionary()
 
 
 class _Calls(threading.local):
-    """What the call of a `tf.function` in this thread has found out.
+    """State of the `tf.function` calls in this thread.
 
-    `wanted` is the mesh, and the axis of batches, that it has to run on;
-    `model` a model that has to be built and planned first, with the arguments
-    that it is given.
+    `depth` counts nested calls. `wanted` is the mesh and the batch axis that a
+    function has to run on. `model` is a model that has to be built and planned
+    first, with its arguments.
     """
 
     depth = 0
@@ -40,7 +40,7 @@ class NeedsMeshError(Exception):
 
 
 class _Attempt:
-    """A call of a function, whose trace may be ended by `NeedsMeshError`."""
+    """One call of a function; `NeedsMeshError` may end its trace."""
 
     again = False
 
@@ -52,17 +52,17 @@ class _Attempt:
         _calls.depth -= 1
         self.wanted, self.model = _calls.wanted, _calls.model
         _calls.wanted = _calls.model = None
-        # Not by the error's type: autograph may have made another one of it.
+        # Do not check the error's type: autograph may have replaced it.
         self.again = self.wanted is not None or self.model is not None
         return self.again
 
 
 def hook_call(original):
-    """A function that reads a split variable runs on the mesh.
+    """Runs a function that reads a sharded variable on the mesh.
 
-    Which functions do is found out while one is traced for the first time:
-    that trace ends, its model is built and planned, and the function is traced
-    again, on the mesh. A function that is given a DTensor runs there at once.
+    The first trace of a function shows whether it does. If so, this trace
+    ends, its model is built and planned, and the function is traced again, on
+    the mesh. A function with a DTensor argument runs there at once.
     """
 
     @functools.wraps(original)
@@ -79,8 +79,8 @@ def hook_call(original):
                 if self in _meshes:
                     return _call_on_mesh(original, self, args, kwargs)
                 return original(self, *args, **kwargs)
-            # As if it had never been traced: otherwise TensorFlow goes on with
-            # a trace that has not come to its end.
+            # Reset the function to untraced. Otherwise TensorFlow would go on
+            # with the unfinished trace.
             self._created_variables = None
             self._variable_creation_config = None
             self._no_variable_creation_config = None
@@ -95,8 +95,8 @@ def hook_call(original):
 def note_model(model, args, kwargs):
     """Ends the trace of a function that calls a model too early.
 
-    The model would have variables only from here on, or they would move later:
-    the function would go on with those that it has read.
+    Building the model creates variables, and planning it moves them. The
+    function would go on with the variables that it has read before.
     """
     if not _calls.depth or tf.executing_eagerly():
         return
@@ -118,7 +118,7 @@ def _is_ready(model):
 
 
 def _prepare(model, args, kwargs):
-    """Builds a model for its arguments, and has it planned."""
+    """Builds a model for its arguments and applies its sharding plan."""
     _prepared.add(model)
     before = distribution()
     set_distribution(_own_distribution(model))
@@ -129,7 +129,7 @@ def _prepare(model, args, kwargs):
     finally:
         set_distribution(before)
     for variable in model.weights:
-        # As a loop of the user's own that reads it does.
+        # The first read of a value applies the plan.
         _ = variable.value
 
 
@@ -140,7 +140,7 @@ def _symbolic(x):
     return keras_backend.KerasTensor(x.shape, dtype)
 
 
-# Models that were built and planned for a function.
+# Models that `_prepare` has built and planned.
 _prepared = weakref.WeakSet()
 
 
@@ -158,7 +158,7 @@ def _call_on_mesh(original, function, args, kwargs):
 
 
 def _mesh_of(args, kwargs):
-    """Returns the mesh, and the batch axis, of a DTensor among arguments."""
+    """Returns the mesh and the batch axis of the first DTensor argument."""
     for x in tree.flatten((args, kwargs)):
         if isinstance(x, tf.Tensor) and placement.is_dtensor(x):
             mesh = dtensor.fetch_layout(x).mesh
@@ -174,10 +174,10 @@ def _batch_axis(mesh):
 
 
 def check_captured(tensor):
-    """Ends the trace of a function of the user's own that captures a DTensor.
+    """Ends the trace of a user's own function that captures a DTensor.
 
     Args:
-        tensor: Eager tensor that is captured off the mesh.
+        tensor: Eager tensor that the function captures off the mesh.
     """
     if not _calls.depth:
         return

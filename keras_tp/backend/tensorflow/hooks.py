@@ -1,4 +1,4 @@
-"""What keras_tp replaces in Keras on TensorFlow."""
+"""The hook table of the TensorFlow backend."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Values on the devices of a mesh, and back on the host."""
+"""Moves values to the devices of a mesh and back to the host."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ _state = threading.local()
 
 @contextlib.contextmanager
 def on_mesh(mesh, batch_axis=None):
-    """Runs operations on a mesh; a tensor that is no DTensor is replicated.
+    """Runs operations on a mesh; plain tensors are replicated.
 
     Args:
         mesh: `dtensor.Mesh`.
@@ -31,7 +31,7 @@ def on_mesh(mesh, batch_axis=None):
 
 
 def hook_default_mesh(original):
-    """DTensor's default mesh is left, too, where an error leaves the block."""
+    """Leaves DTensor's default mesh even if the block raises an error."""
 
     @functools.wraps(original)
     @contextlib.contextmanager
@@ -48,7 +48,7 @@ def hook_default_mesh(original):
 
 @contextlib.contextmanager
 def off_mesh():
-    """Runs operations on the host, whatever mesh is entered."""
+    """Runs operations on the host, even within `on_mesh`."""
     before = getattr(_state, "current", None)
     _state.current = None
     try:
@@ -59,7 +59,7 @@ def off_mesh():
 
 
 def current_mesh():
-    """Returns the mesh that was entered by `on_mesh`, or `None`."""
+    """Returns the mesh that `on_mesh` entered, or `None`."""
     current = getattr(_state, "current", None)
     return current and current[0]
 
@@ -71,13 +71,13 @@ def batch_axis():
 
 
 def custom_gradient(function):
-    """As `tf.custom_gradient`; the gradient runs on the mesh of the call.
+    """Like `tf.custom_gradient`, but the gradient runs on the call's mesh.
 
-    A loop of the user's own asks for gradients when the mesh has been left.
+    A custom loop computes gradients after it has left the mesh.
 
     Args:
-        function: Callable of tensors that returns its result and a function
-            of the result's gradient.
+        function: Callable that takes tensors and returns its result and a
+            gradient function.
     """
 
     @functools.wraps(function)
@@ -104,23 +104,23 @@ def is_dtensor(x):
         return False
     if not hasattr(x, "numpy"):
         return False
-    # An eager tensor may be asked about while something is traced.
+    # The check has to run eagerly, even while a function is traced.
     with tf.init_scope():
         return dtensor.is_dtensor(x)
 
 
 def specs_of(x):
-    """Returns what splits each dim of a tensor, where that can be known.
+    """Returns the mesh axes that split the dims of a tensor, if known.
 
-    While tracing, DTensor does not know layouts yet; but what is read from a
-    variable is split as that is.
+    While tracing, DTensor does not know layouts yet. But a tensor read from a
+    variable is split like the variable.
 
     Args:
-        x: Tensor or variable; dims of size 1 may have been put in front.
+        x: Tensor or variable. It may have added dims of size 1 in front.
 
     Returns:
         List of mesh axes and `dtensor.UNSHARDED`, for the last dims at least;
-        `None` if it is not known.
+        `None` if the layout is not known.
     """
     x = getattr(x, "_value", x)
     if isinstance(x, dtensor.DVariable):
@@ -198,9 +198,9 @@ def place(value, layout):
 
 
 def replicated(value):
-    """Returns a constant on all devices of the mesh that was entered.
+    """Returns a constant on all devices of the current mesh.
 
-    Eagerly, DTensor takes no other, but for a few integers.
+    Eagerly, DTensor accepts plain constants only if they are a few integers.
 
     Args:
         value: Array or tensor.
@@ -213,7 +213,7 @@ def place_parts(part_of, shape, layout):
     """Puts a value on the devices of a mesh, part by part.
 
     Args:
-        part_of: Callable that is given a tuple of `(start, stop)` for each dim
+        part_of: Callable that takes a tuple of `(start, stop)` for each dim
             and returns that part of the value as an array.
         shape: Tuple of ints, the shape of the whole value.
         layout: `dtensor.Layout` that divides the shape.
@@ -230,7 +230,7 @@ def place_parts(part_of, shape, layout):
 
 
 def local_parts(tensor):
-    """Returns what this process's devices hold of a DTensor.
+    """Returns the parts of a DTensor on this process's devices.
 
     Args:
         tensor: DTensor or `dtensor.DVariable`.
@@ -251,7 +251,7 @@ def local_parts(tensor):
 
 
 def read(tensor):
-    """Returns the whole of a DTensor or a `dtensor.DVariable` as an array."""
+    """Returns a whole DTensor or `dtensor.DVariable` as an array."""
     if isinstance(tensor, dtensor.DVariable):
         tensor = tensor.read_value()
     layout = dtensor.fetch_layout(tensor)
@@ -260,20 +260,20 @@ def read(tensor):
         mesh.num_local_devices() < mesh.size
         and not layout.is_fully_replicated()
     ):
-        # Parts of it are in other processes.
+        # Other processes hold parts of it: this is a collective.
         processes.meet("Converting a tensor to numpy, as saving does,")
         replicated = dtensor.Layout.replicated(mesh, len(tensor.shape))
         tensor = dtensor.relayout(tensor, replicated)
         layout = replicated
     if layout.is_fully_replicated():
-        # Other threads go on meanwhile, which they do not in `unpack`.
+        # Unlike `unpack`, this does not block other threads.
         return np.array(tensor.numpy())
     whole = tuple((0, size) for size in tensor.shape)
     return part_from(local_parts(tensor), whole)
 
 
 def part_from(parts, wanted):
-    """Puts one part of a tensor together from other parts of it.
+    """Assembles one part of a tensor from other parts of it.
 
     Args:
         parts: List of `(device_id, slices, array)`; see `local_parts`.
@@ -302,13 +302,13 @@ def part_from(parts, wanted):
 
 
 def wait(outputs):
-    """Waits for the step that gives some outputs; raises its error.
+    """Waits for the step that computes some outputs; raises its error.
 
-    Steps that were started after it go on, which reading a DTensor would wait
-    for too. Other threads of Python stand still meanwhile.
+    Reading a DTensor would also wait for the steps that were started later.
+    Blocks other Python threads.
 
     Args:
-        outputs: Structure of what the step returned; its end is that of all.
+        outputs: Structure of the step's outputs, which are ready together.
     """
     for value in tf.nest.flatten(outputs):
         if is_dtensor(value):
@@ -320,11 +320,11 @@ def wait(outputs):
 
 @contextlib.contextmanager
 def _raised_once(mesh):
-    """Takes an error off the devices that is raised in the block.
+    """Clears an error that the block raises from DTensor's devices.
 
-    The part of a tensor that a failed step gives raises the error of the step.
-    DTensor does not learn of that: it keeps the error, and raises it for the
-    next operation, of whatever model.
+    Reading a part of a failed step's output raises the error of the step.
+    DTensor does not notice: it keeps the error and raises it again in the next
+    operation, even of another model.
     """
     try:
         yield
@@ -337,11 +337,11 @@ def _raised_once(mesh):
 
 
 def _forget_error(mesh):
-    """Returns the error that DTensor keeps, if any, and has it forget it.
+    """Clears the error that DTensor keeps, and returns it or `None`.
 
     To copy a replicated tensor to the host, DTensor waits for all devices and
-    starts over on each of them: without the error and without the order to
-    cancel everything, which `context.async_wait` would leave there.
+    resets each of them. This removes the error and the order to cancel all
+    operations. `context.async_wait` would leave the order in place.
     """
     if mesh.num_local_devices() < mesh.size:
         # The devices may wait for another process. The error ends the run

@@ -1,8 +1,8 @@
-"""The processes of a run, clients of DTensor, each with some of the devices.
+"""The processes of a run: DTensor clients, each with some of the devices.
 
-TensorFlow's coordination service has a store of keys through which they meet.
-A process waits for the others for as many seconds as the environment variable
-KERAS_TP_TIMEOUT says when this is imported, by default 45.
+They meet through the key-value store of TensorFlow's coordination service. The
+environment variable KERAS_TP_TIMEOUT, read when this module is imported, says
+how many seconds a process waits for the others. Defaults to 45.
 """
 
 import base64
@@ -46,10 +46,10 @@ def kind():
 
 
 def start(job_addresses=None, num_processes=None, process_id=None):
-    """Joins the other processes; does nothing if that was done.
+    """Joins the other processes; later calls do nothing.
 
-    What is not given is read from the variables that DTensor has for it. Where
-    nothing says that there are others, this process is the only one.
+    Arguments that are `None` are read from DTensor's environment variables. If
+    these are not set either, this process is the only one.
 
     Args:
         job_addresses: String, comma-separated `host:port` of all processes.
@@ -123,20 +123,20 @@ def start(job_addresses=None, num_processes=None, process_id=None):
 
 
 def gather(value, what):
-    """Returns the list of a small value of every process. A collective."""
+    """Returns a list of one small value per process. A collective."""
     if world_size() == 1:
         return [value]
     return _opened().gather(value, what)
 
 
 def meet(what):
-    """Waits until every process is here; an error if one does not come."""
+    """Waits until every process is here; raises if one does not come."""
     if world_size() > 1:
         _opened().meet(what)
 
 
 def longer():
-    """Returns a context in which a slow process is waited for. A collective."""
+    """Returns a context that waits longer for a slow process. A collective."""
     return _opened().longer()
 
 
@@ -154,7 +154,7 @@ def same_model(model):
 
 
 def same_array(array):
-    """Raises on every process unless all hold the same. A collective."""
+    """Raises on every process unless all hold the same array. A collective."""
     if world_size() > 1:
         consistency.same_array(
             lambda v: gather(v, "the value of a tensor"), array
@@ -162,19 +162,19 @@ def same_array(array):
 
 
 def random_state():
-    """Returns the state of generators that are the framework's: none.
+    """Returns the state of TensorFlow's own random generators: none.
 
-    That of TensorFlow's data pipelines cannot be read.
+    The state of its data pipelines cannot be read.
     """
     return {}
 
 
 def set_random_state(state):
-    """Puts back what `random_state` returned."""
+    """Restores the state that `random_state` returned."""
 
 
 def agree_on_seed():
-    """Has all processes continue with the random state of process 0.
+    """Sets the random state of all processes to the one of process 0.
 
     A collective.
     """

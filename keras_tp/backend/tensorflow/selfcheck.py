@@ -1,9 +1,9 @@
-"""A short training run, and a move of a tensor, whose answers are known.
+"""Checks a training run and a relayout against known results.
 
 By default TensorFlow combines the all-reduces of a step, and moves a split from
-one dim to another by an all-to-all. The first gives wrong numbers in training;
-the second in tensors of four dims or more, between dims behind the first. There
-is no error.
+one dim to another by an all-to-all. The first gives wrong numbers in training.
+The second gives wrong numbers in tensors of four or more dims, if neither dim
+is the first one. Neither raises an error.
 """
 
 import os
@@ -15,9 +15,9 @@ from tensorflow.experimental import dtensor
 from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import placement
 
-# TensorFlow reads it once, when the first DTensor function runs.
+# TensorFlow reads both flags once, when the first DTensor function runs.
 COMBINE_FLAG = "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"
-# With it off, what is split is gathered, and each device keeps its part.
+# If it is off, DTensor gathers the tensor and each device keeps its part.
 MOVE_FLAG = "DTENSOR_USE_ALL_TO_ALL_RELAYOUT"
 STEPS = 3
 TOLERANCE = 1e-4
@@ -26,17 +26,17 @@ _passed = []
 
 
 def disable_what_corrupts():
-    """Turns off what gives wrong numbers, unless the user set it."""
+    """Turns off both optimizations, unless the user set their flags."""
     os.environ.setdefault(COMBINE_FLAG, "0")
     os.environ.setdefault(MOVE_FLAG, "0")
 
 
 def check(devices):
-    """Trains a tiny model with Adam on a data axis; once per process.
+    """Trains a tiny model with Adam and moves a split, once per process.
 
     Args:
-        devices: List of names such as `"cpu:0"`. With fewer than two there
-            is nothing to reduce, and nothing to check.
+        devices: List of names such as `"cpu:0"`. Uses the first two. With
+            fewer than two there is no collective to check.
 
     Raises:
         RuntimeError: if TensorFlow's numbers are wrong.
@@ -90,7 +90,7 @@ def _mesh(devices):
 
 def _difference(a, b):
     difference = np.abs(np.subtract(a, b, dtype="float64"))
-    # A NaN is as wrong as it gets.
+    # A NaN counts as an infinite difference.
     return float(np.max(np.nan_to_num(difference, nan=np.inf)))
 
 
@@ -153,14 +153,14 @@ def _train_on(devices):
             with tf.GradientTape() as tape:
                 error = tf.tanh(x @ kernel + bias) @ out - y
                 loss = tf.reduce_mean(error**2)
-            # A metric that is updated beside the gradients is reduced too.
+            # A metric that is updated in the same step is all-reduced too.
             total.assign_add(loss)
             gradients = tape.gradient(loss, variables)
             for w, g, (m, v) in zip(variables, gradients, slots):
                 m.assign(0.9 * m + 0.1 * g)
                 v.assign(0.999 * v + 0.001 * g * g)
-                # A slot that is read after it was assigned to, as Keras's
-                # optimizers do: what is combined comes in the wrong order.
+                # Read the slots after their assignment, as Keras's optimizers
+                # do: combined all-reduces come in the wrong order.
                 w.assign_sub(0.01 * m / (tf.sqrt(v) + 1e-3))
             return loss
 

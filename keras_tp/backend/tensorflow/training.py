@@ -25,9 +25,9 @@ from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
 from keras_tp.backend.tensorflow import variables
 
-# Where a batch has no tensor: an input that is optional.
+# The type spec of an optional input that a batch leaves out.
 _NONE_SPEC = type(tf.type_spec_from_value(None))
-# The outputs of a model's last step, as long as nothing has waited for it.
+# The outputs of a model's last step, until something waits for that step.
 _running = weakref.WeakKeyDictionary()
 
 
@@ -45,11 +45,11 @@ def step_on_mesh(model, step):
 
     Args:
         model: A Keras model.
-        step: Callable, such as `model.train_step`, that is given a batch.
+        step: Callable that takes a batch, such as `model.train_step`.
 
     Returns:
-        Callable that is given a batch as the data pipeline yields it. It does
-        not wait for what it returns, which are DTensors.
+        Callable that takes a batch as the data pipeline yields it. It returns
+        DTensors, and does not wait for their values.
     """
     without_jit_compile(model)
 
@@ -58,16 +58,16 @@ def step_on_mesh(model, step):
         return step(data)
 
     if not model.run_eagerly:
-        # Shapes stay known: the rules of operations need them, and a last
-        # batch of another size is traced once.
+        # Shapes stay static, because the rules in `ops` need them. A last
+        # batch of another size costs one more trace.
         one_step = tf.function(one_step, reduce_retracing=False)
     return run_on_mesh(one_step)
 
 
 def without_jit_compile(model):
-    """Runs a model that was compiled for XLA without it, with a warning.
+    """Turns off a model's `jit_compile`, with a warning.
 
-    As Keras does with a model that XLA cannot compile.
+    Keras does the same for a model that XLA cannot compile.
     """
     if model.jit_compile and not model.run_eagerly:
         warnings.warn(
@@ -81,10 +81,10 @@ def without_jit_compile(model):
 
 
 def run_on_mesh(step):
-    """Returns a function of a batch that runs on the current mesh.
+    """Returns a function that places a batch and runs a step on the mesh.
 
     Args:
-        step: Callable that is given a batch on the devices of the mesh.
+        step: Callable that takes a batch of DTensors.
     """
     current = distribution()
     mesh, axis = _mesh_and_axis(current)
@@ -98,10 +98,10 @@ def run_on_mesh(step):
 
 
 def hook_capture(original):
-    """What a layer made when it was built, a tensor and no variable.
+    """Places the tensors on the mesh that a graph captures, as from `build`.
 
-    Tensors of a few elements become constants of the graph; larger ones are
-    put on the mesh, or DTensor refuses them.
+    TensorFlow makes tensors of a few elements constants of the graph. DTensor
+    refuses larger ones that are not on the mesh.
     """
 
     @functools.wraps(original)
@@ -111,7 +111,7 @@ def hook_capture(original):
             functions.check_captured(tensor)
         if mesh is None or not _is_value(tensor):
             return original(self, tensor, *args, **kwargs)
-        # One of them, however often it is used.
+        # Place a tensor once, however often the graph uses it.
         placed = _placed.setdefault(self, {})
         if id(tensor) not in placed:
             layout = dtensor.Layout.replicated(mesh, len(tensor.shape))
@@ -122,8 +122,8 @@ def hook_capture(original):
     return capture
 
 
-# By graph and id, kept as long as the graph is: the tensor and what stands in
-# its place.
+# Maps a graph and the id of a tensor to the tensor and its DTensor. Entries
+# live as long as the graph.
 _placed = weakref.WeakKeyDictionary()
 
 
@@ -137,11 +137,11 @@ def _is_value(tensor):
 
 
 def hook_make_function(original):
-    """The train and test functions.
+    """Runs train and test steps on the mesh.
 
-    A step runs on the devices while the next batch is drawn and placed. What
-    a step returns is waited for after the next one was started, so at most
-    two are under way, and the error of a step is raised.
+    The devices run a step while the next batch is drawn and placed. After each
+    start, the step before is waited for: at most two steps run at a time, and
+    the error of each step is raised.
     """
 
     @functools.wraps(original)
@@ -164,7 +164,7 @@ def hook_make_function(original):
                 raise StopIteration
             if isinstance(iterator, tf.data.Iterator):
                 return outputs
-            # The batch of `train_on_batch` or `test_on_batch`: none follows.
+            # `train_on_batch` and `test_on_batch` give a single batch.
             return to_host(_running.pop(self))
 
         return function
@@ -173,7 +173,7 @@ def hook_make_function(original):
 
 
 def hook_make_predict_function(original):
-    """The predict function."""
+    """Runs predict steps on the mesh."""
 
     @functools.wraps(original)
     def make_predict_function(self, force=False):
@@ -200,15 +200,15 @@ def hook_make_predict_function(original):
 def _build_for(model, batch):
     """Builds a model before its first step is traced.
 
-    While a step is traced, no variable can be made on the devices. `fit` and
-    `evaluate` do the same in `_symbolic_build`.
+    A trace cannot create variables on the devices. `fit` and `evaluate` build
+    the model in `_symbolic_build`.
     """
     if all(layer.built for layer in model._flatten_layers()):
         return
     x, _, _ = data_adapter_utils.unpack_x_y_sample_weight(batch)
     x = tree.map_structure(_symbolic, x)
     keras_backend.compute_output_spec(model, x, training=False)
-    # The model is planned before a value is read.
+    # The first read of a value applies the sharding plan.
     for variable in model.variables:
         _ = variable.value
 
@@ -217,16 +217,16 @@ def _symbolic(x):
     """Returns a `KerasTensor` in place of an array or tensor."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         return x
-    # Keras does not know the lengths of numpy's strings.
+    # Keras does not know numpy's string dtypes, which include a length.
     is_text = getattr(x.dtype, "kind", None) in ("O", "S", "U")
     dtype = "string" if is_text else keras_backend.standardize_dtype(x.dtype)
     return keras_backend.KerasTensor(x.shape, dtype)
 
 
 def hook_get_metrics_result(original):
-    """At the end of an epoch metrics are asked outside of any step.
+    """Computes the metrics of an epoch on the mesh, outside of any step.
 
-    The last step of the epoch is waited for.
+    Waits for the last step of the epoch.
     """
 
     @functools.wraps(original)
@@ -248,7 +248,7 @@ def hook_get_metrics_result(original):
 
 
 def hook_resolve_auto_jit_compile(original):
-    """`jit_compile="auto"` does not ask for XLA under a distribution."""
+    """Resolves `jit_compile="auto"` to `False` under a distribution."""
 
     @functools.wraps(original)
     def _resolve_auto_jit_compile(self):
@@ -265,7 +265,7 @@ def hook_maybe_symbolic_build(original):
         if distribution() is None:
             return original(self, iterator, data_batch)
         if iterator is not None:
-            # Not a batch: one that is drawn from a generator is gone.
+            # Do not draw a batch: a generator would not yield it again.
             data_batch = iterator._get_iterator().element_spec
             processes.same_model(self)
 
@@ -285,7 +285,7 @@ def hook_maybe_symbolic_build(original):
 
 
 def hook_layer_call(original):
-    """The outermost eager call runs on the mesh that is set."""
+    """Runs the outermost eager call of a layer on the current mesh."""
 
     @functools.wraps(original)
     def __call__(self, *args, **kwargs):
@@ -313,7 +313,7 @@ def hook_layer_call(original):
         args, kwargs = tree.map_structure(placed, (args, kwargs))
         with placement.on_mesh(mesh, axis), errors.explained():
             outputs = original(self, *args, **kwargs)
-        # Plain and whole: what comes next knows of no mesh.
+        # Later code runs off the mesh and needs whole, plain tensors.
         return tree.map_structure(boundary.leave_mesh, outputs)
 
     return __call__
@@ -321,14 +321,14 @@ def hook_layer_call(original):
 
 def _belongs_on_mesh(layer, args, kwargs):
     if isinstance(layer, DataLayer):
-        # It is for data pipelines, and keeps plain tensors beside its state.
+        # Data layers run in data pipelines and keep plain tensors.
         return any(map(placement.is_dtensor, tree.flatten((args, kwargs))))
     if not layer.built and not isinstance(layer, Model):
-        # A layer without variables stays off the mesh, where sparse tensors
-        # and strings are.
+        # Only a built layer shows whether it has variables. A layer without
+        # variables stays off the mesh, which has no sparse tensors or strings.
         _build(layer, args, kwargs)
-    # The state of random numbers is read and assigned on either side; what
-    # draws them and has no weights computes with plain tensors, eagerly.
+    # A layer that has no weights but draws random numbers computes with plain
+    # tensors: the random state is read and assigned on and off the mesh.
     if not layer.built or any(
         variables.is_distributed(v) for v in layer.weights
     ):
@@ -347,7 +347,7 @@ def _build(layer, args, kwargs):
 
 
 def hook_apply(original):
-    """Gradients of embeddings are made dense: a slot is split as they are."""
+    """Makes embedding gradients dense, like the slots that they update."""
 
     @functools.wraps(original)
     def apply(self, grads, trainable_variables=None):
@@ -368,7 +368,7 @@ def hook_apply(original):
 
 
 def _dense_gradient(gradient, mesh, is_eager):
-    """Returns a gradient as a dense tensor; an eager one is on the mesh."""
+    """Returns a dense gradient; places it on the mesh if it is eager."""
     if isinstance(gradient, tf.IndexedSlices):
         on_host = is_eager and not placement.is_dtensor(gradient.values)
         with placement.off_mesh() if on_host else contextlib.nullcontext():

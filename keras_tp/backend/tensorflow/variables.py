@@ -15,13 +15,12 @@ from keras_tp.backend.tensorflow import processes
 
 
 class ShardedVariable(dtensor.DVariable):
-    """A `DVariable` that can be read wherever its parts are.
+    """A `DVariable` that can be read in any layout, on the mesh and off it.
 
-    TensorFlow reads one only where each device holds all of it, and mixes a
-    DTensor with no other tensor. Off the mesh, in code of the user's own, an
-    eager operation is given the whole value as a plain tensor. A gradient that
-    arrives at it goes on to the devices of the mesh. `read_value` is the
-    DTensor, there too.
+    TensorFlow reads a `DVariable` only if each device holds all of it, and does
+    not mix a DTensor with plain tensors. Off the mesh, in a user's own code, an
+    eager operation gets the whole value as a plain tensor. The gradient of this
+    tensor is placed on the mesh again. `read_value` always returns the DTensor.
     """
 
     @property
@@ -30,8 +29,8 @@ class ShardedVariable(dtensor.DVariable):
 
     @property
     def _handle(self):
-        # What TensorFlow's generated operations look for. With no handle they
-        # read the variable by `value`.
+        # TensorFlow's generated operations use `_handle`. If it is `None`, they
+        # call `value`.
         return None if _is_read_whole() else self._held
 
     @_handle.setter
@@ -55,7 +54,7 @@ class ShardedVariable(dtensor.DVariable):
             return super().assign_sub(self._placed(delta), *args, **kwargs)
 
     def _placed(self, value):
-        """Returns an eager value of the variable's shape in its layout."""
+        """Places an eager value of the variable's shape in its layout."""
         value = getattr(value, "_value", value)
         if not tf.executing_eagerly() or tuple(np.shape(value)) != tuple(
             self.shape
@@ -71,7 +70,7 @@ class ShardedVariable(dtensor.DVariable):
 
 
 def hook_is_dtensor(original):
-    """DTensor looks for a handle, which a split variable has on the mesh."""
+    """Recognizes a sharded variable off the mesh, where `_handle` is `None`."""
 
     @functools.wraps(original)
     def is_dtensor(self, tensor):
@@ -81,7 +80,7 @@ def hook_is_dtensor(original):
 
 
 def hook_fetch_layout(original):
-    """DTensor looks up a variable's layout by its handle."""
+    """Returns the layout of a sharded variable without a read of its value."""
 
     @functools.wraps(original)
     def fetch_layout(self, dtensor):
@@ -129,14 +128,14 @@ def relayout(variable, layout):
                 layout.backend_layout,
             ),
         )
-    # An optimizer knows its variables by it.
+    # Optimizers identify their variables by this id.
     new._unique_id = old._unique_id
     variable._layout = layout
     variable._value = new
 
 
 def _whole(value):
-    """Returns all of a variable's value; that of a plain one is compared."""
+    """Returns the whole value; a plain one must be equal in every process."""
     if isinstance(value, dtensor.DVariable):
         return placement.read(value)
     value = value.read_value().numpy()
@@ -154,10 +153,10 @@ def _variable(variable, value):
 
 @contextlib.contextmanager
 def on_one_device(layer):
-    """Gives the variables of a layer plain values on one device for a while.
+    """Gives the variables of a layer plain values on one device in the block.
 
-    One device then holds all of it, which a SavedModel needs. What was
-    compiled for the mesh stays valid.
+    A SavedModel needs all values on one device. Afterwards the variables get
+    their old values back, so functions compiled for the mesh stay valid.
     """
     held = [v for v in layer.variables if is_distributed(v)]
     kept = [(v, v._value, v._layout) for v in held]
@@ -180,7 +179,7 @@ def on_one_device(layer):
 
 
 def hook_export(original):
-    """A SavedModel is that of one device."""
+    """Exports a SavedModel with all variables on one device."""
 
     @functools.wraps(original)
     def export(self, *args, **kwargs):
@@ -193,7 +192,7 @@ def hook_export(original):
 
 
 def hook_initialize(original):
-    """`_initialize`: each device gets its part of the value."""
+    """Gives each device its part of a variable's initial value."""
 
     @functools.wraps(original)
     def _initialize(self, value):
@@ -203,8 +202,8 @@ def hook_initialize(original):
         ):
             return original(self, value)
         with placement.off_mesh():
-            # On the host, so that the values are those of one device; all of
-            # one variable is in the host's memory for that long.
+            # On the host, so that the values are the same as on one device.
+            # The host's memory holds the whole variable meanwhile.
             value = value() if callable(value) else value
             if placement.is_dtensor(value):
                 value = placement.read(value)
@@ -220,7 +219,7 @@ def hook_initialize(original):
 
 
 def hook_direct_assign(original):
-    """What is assigned gets the layout of the variable."""
+    """Gives an assigned value the layout of its variable."""
 
     @functools.wraps(original)
     def _direct_assign(self, value):
@@ -239,7 +238,7 @@ def hook_direct_assign(original):
 
 
 def hook_convert_to_numpy(original):
-    """The parts of a tensor are put together on the host."""
+    """Puts the parts of a DTensor together on the host."""
 
     @functools.wraps(original)
     def convert_to_numpy(x):

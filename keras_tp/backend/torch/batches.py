@@ -1,11 +1,10 @@
-"""Batches as tensors of a distribution.
+"""Splits batches over the mesh.
 
-By default every process is given the same global batch, whatever kind of data
-it comes from, and keeps its slice. With `auto_shard_dataset=False` and an axis
-that splits batches, every process is given its own part only, as in
-`keras.distribution`: the global batch is made of the parts, one after the
-other in the order of that axis. The processes of one model group, which differ
-in other axes only, are given the same part.
+By default every process gets the same global batch, from any kind of data, and
+keeps its slice. With `auto_shard_dataset=False` and a mesh axis that splits
+batches, every process gets only its part, as in `keras.distribution`: the
+global batch is the concatenation of the parts, in the order of that axis.
+Processes of one model group, which differ in other axes only, get equal parts.
 """
 
 import collections
@@ -38,7 +37,7 @@ _SAME_RANDOMNESS = (
 
 
 class Parts(collections.namedtuple("Parts", ["mesh", "dim", "by_process"])):
-    """Which part of each batch a process is given.
+    """The part of each batch that each process gets.
 
     Args:
         mesh: `torch.distributed.device_mesh.DeviceMesh`.
@@ -48,12 +47,12 @@ class Parts(collections.namedtuple("Parts", ["mesh", "dim", "by_process"])):
 
     @property
     def count(self):
-        """Number of parts that make a batch."""
+        """Number of parts in a batch."""
         return self.mesh.size(self.dim)
 
     @property
     def way_out(self):
-        """Sentence that says who has to hold what."""
+        """Sentence on which part each process has to hold."""
         return (
             "With `auto_shard_dataset=False` each process is given its own "
             f"part of every batch, one of {self.count}, and the processes of "
@@ -64,13 +63,13 @@ class Parts(collections.namedtuple("Parts", ["mesh", "dim", "by_process"])):
 
 
 def parts_of(current):
-    """Returns the `Parts` that processes are given under a distribution.
+    """Returns the `Parts` that processes get under a distribution.
 
     Args:
         current: A `Distribution`, or `None`.
 
     Returns:
-        `Parts`; `None` where every process is given the global batch.
+        `Parts`; `None` if every process gets the global batch.
     """
     if current is None or getattr(current, "auto_shard_dataset", True):
         return None
@@ -86,13 +85,13 @@ def parts_of(current):
 
 
 def distribute_batch(data):
-    """Returns a batch with each array split as its distribution says.
+    """Returns a batch with each array split by the current distribution.
 
-    A collective where processes are given parts.
+    A collective if processes get parts.
 
     Args:
         data: Structure of arrays: the global batch, or this process's part of
-            it. What the batch axis does not split stays as it is.
+            it. Arrays that the batch axis does not split stay as they are.
     """
     current = distribution()
     if getattr(current, "batch_dim_name", None) is None:
@@ -101,7 +100,7 @@ def distribute_batch(data):
     if parts is None:
         return tree.map_structure(lambda a: batch_input(a, current), data)
     if any(isinstance(leaf, DTensor) for leaf in tree.flatten(data)):
-        # `Batches` has put it together.
+        # `Batches` has joined the parts.
         return data
     return _put_together(data, parts, current)
 
@@ -148,7 +147,7 @@ class Batches:
         processes.same_everywhere(
             "random states", processes.rng_bytes(), _SAME_RANDOMNESS
         )
-        # Made now, as it would be without us: a DataLoader draws a seed.
+        # Made now, as without keras_tp, because a DataLoader draws a seed.
         return self._in_step(iter(self._batches))
 
     def _in_step(self, iterator):
@@ -163,28 +162,28 @@ class Batches:
             if given is None:
                 progress.end_of_data()
                 if parts is None:
-                    # No process is left waiting for a batch of this one.
+                    # Raises if others have more batches, and wait for this one.
                     processes.gather_by_process(None, "the end of the data")
                 return
             progress.batch()
             yield given
             progress.source()
-            # Others may have more.
+            # Other processes may have more batches.
             batch = None if batch is None else next(iterator, None)
 
 
 class AgreedLength:
-    """A data adapter that counts the batches of all processes.
+    """A data adapter with the number of batches of all processes.
 
-    A collective to make.
+    Making one is a collective.
 
     Args:
         adapter: A `DataAdapter` of Keras.
-        current: The `Distribution` that its batches are split under.
+        current: The `Distribution` that splits its batches.
 
     Raises:
-        ValueError: on every process, if they are given the global batch and
-            have different numbers of them.
+        ValueError: on every process, if they get global batches and their
+            numbers of batches differ, or if only some get parts.
     """
 
     def __init__(self, adapter, current):
@@ -201,7 +200,7 @@ class AgreedLength:
                 "(`auto_shard_dataset=False`), and how many batches: "
                 f"{dict(enumerate(found))}"
             )
-        # Without a number, an epoch goes on until all have ended.
+        # Without a number, an epoch lasts until every process has ended.
         self.num_batches = None if None in lengths else max(lengths)
 
     def __getattr__(self, name):
@@ -209,7 +208,7 @@ class AgreedLength:
 
 
 def _compare(batch, parts):
-    """Raises unless processes begin an epoch with the batches they should."""
+    """Raises unless the first batches match; warns if all parts are equal."""
     held = None
     if batch is not None:
         held = [
@@ -232,21 +231,21 @@ def _compare(batch, parts):
 
 
 def _put_together(batch, parts, current):
-    """Returns the batch that all processes hold parts of.
+    """Returns the global batch, from the parts of all processes.
 
-    A collective: processes tell each other what they hold. The parts
-    themselves move only where they are not equally long.
+    A collective: processes exchange the lengths and dtypes of their parts. The
+    parts themselves move only if their lengths differ.
 
     Args:
-        batch: Structure of arrays; `None` if this process has no more.
+        batch: Structure of arrays; `None` if this process has no more batches.
         parts: `Parts`.
         current: The `Distribution`.
 
     Returns:
-        Structure of DTensors; `None` if no process has more.
+        Structure of DTensors; `None` if no process has more batches.
 
     Raises:
-        ValueError: on every process, if parts do not fit together.
+        ValueError: on every process, if the parts do not fit together.
     """
     rows, kind = -1, ""
     if batch is not None:
@@ -277,7 +276,7 @@ def _put_together(batch, parts, current):
 
 
 def _joined(array, parts, current):
-    """Returns equally long parts as one DTensor; nothing moves."""
+    """Returns parts of equal length as one DTensor, without communication."""
     if not _is_array(array):
         return array
     joined = DTensor.from_local(
@@ -297,10 +296,9 @@ def _joined(array, parts, current):
 
 
 def _gathered(batch, parts, current):
-    """Returns parts of different lengths as DTensors, on every process.
+    """Gathers parts of different lengths, such as an epoch's last batch.
 
-    Such as the last batch of an epoch: it is then as if all processes had been
-    given it.
+    The result is the same as if every process had got the global batch.
     """
     own = parts.by_process[processes.index()]
     if parts.by_process.index(own) != processes.index():

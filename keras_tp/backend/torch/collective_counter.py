@@ -1,4 +1,4 @@
-"""Collectives of one step, counted in torch's dispatcher while it runs."""
+"""Counts the collectives of one step in torch's dispatcher."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keras_tp.backend.torch import batches
 from keras_tp.backend.torch import processes
 
-# Operations of torch's libraries and the names that all backends use.
+# Operation of a torch library -> name that all backends use.
 _OPERATIONS = {
     "_c10d_functional::all_reduce": "all_reduce",
     "_c10d_functional::all_reduce_": "all_reduce",
@@ -54,11 +54,11 @@ _IGNORED = (
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives that are dispatched inside of it.
+    """Counts the collectives that are dispatched within its context.
 
     Attributes:
-        total: Dict of the collective's name to a list `[count, bytes]`: the
-            tensors communicated, and the size of their results on this device.
+        total: Dict of collective name to a list `[count, bytes]`: the number of
+            tensors communicated, and the size of the results on this device.
     """
 
     def __init__(self):
@@ -67,7 +67,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            # Come back with what the DTensor is made of.
+            # DTensor then dispatches again, on its local tensors.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         operation = func._schema.name
@@ -95,10 +95,10 @@ def count_step(model, x, y=None):
     Args:
         model: A Keras model whose distribution is the current one.
         x: Inputs of one batch.
-        y: Targets of the batch. Defaults to `None`: the step of `predict`.
+        y: Targets of the batch. Defaults to `None`: a predict step.
 
     Returns:
-        Dict of the collective's name to `(count, bytes)`.
+        Dict of collective name to `(count, bytes)`.
     """
     data = (x,) if y is None else (x, y)
     if y is None:
@@ -123,7 +123,7 @@ def count_step(model, x, y=None):
 
 @contextlib.contextmanager
 def _unchanged(model):
-    """Puts back weights, slots, metrics, gradients and random state."""
+    """Restores weights, slots, metrics, gradients and random state."""
     variables = list(model.variables) + list(model.metrics_variables)
     if getattr(model, "optimizer", None) is not None:
         variables += list(model.optimizer.variables)

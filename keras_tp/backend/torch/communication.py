@@ -1,11 +1,11 @@
 """Collectives with gradients, for layers that are written by hand.
 
-A tensor has the devices of one mesh axis as its first dim, split over that
-axis: `x[i]` is what device `i` of the axis holds. Each function is a linear
-map of such tensors, so it means the same without any device: see `Returns:`.
-The other dims stay as they are split.
+The first dim of a tensor indexes the devices of one mesh axis, and is split
+over that axis: device `i` of the axis holds `x[i]`. The other dims keep their
+splits. Each function is a linear map of such tensors, so `Returns:` defines it
+without any device.
 
-Every process calls each of them.
+Every process has to call each of them.
 """
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from keras_tp.backend.torch import placement
 
-# torch gives them new names.
+# Newer versions of torch rename these functions.
 _all_gather = getattr(
     functional, "all_gather_single", functional.all_gather_tensor
 )
@@ -26,12 +26,12 @@ _reduce_scatter = getattr(
 
 
 def all_reduce(x, device_mesh, axis):
-    """Adds up what the devices of an axis hold; each has the sum.
+    """Sums the parts of an axis's devices; each device gets the sum.
 
     The gradient is an all-reduce too.
 
     Args:
-        x: Tensor of shape `(n, ...)`, `n` devices being on the axis.
+        x: Tensor of shape `(n, ...)`; the axis has `n` devices.
         device_mesh: `DeviceMesh`.
         axis: String, axis of the mesh.
 
@@ -42,12 +42,12 @@ def all_reduce(x, device_mesh, axis):
 
 
 def all_gather(x, device_mesh, axis):
-    """Puts together what the devices of an axis hold; each has all of it.
+    """Concatenates the parts of an axis's devices; each device gets all.
 
     The gradient is a reduce-scatter.
 
     Args:
-        x: Tensor of shape `(n, k, ...)`, `n` devices being on the axis.
+        x: Tensor of shape `(n, k, ...)`; the axis has `n` devices.
         device_mesh: `DeviceMesh`.
         axis: String, axis of the mesh.
 
@@ -58,12 +58,12 @@ def all_gather(x, device_mesh, axis):
 
 
 def reduce_scatter(x, device_mesh, axis):
-    """Adds up what the devices of an axis hold; each has its part of the sum.
+    """Sums the parts of an axis's devices; each gets its part of the sum.
 
     The gradient is an all-gather.
 
     Args:
-        x: Tensor of shape `(n, n * k, ...)`, `n` devices being on the axis.
+        x: Tensor of shape `(n, n * k, ...)`; the axis has `n` devices.
         device_mesh: `DeviceMesh`.
         axis: String, axis of the mesh.
 
@@ -74,13 +74,13 @@ def reduce_scatter(x, device_mesh, axis):
 
 
 def broadcast(x, device_mesh, axis, source=0):
-    """Gives all devices of an axis what one of them holds.
+    """Sends the part of one device to all devices of an axis.
 
-    The gradient is the sum over the devices, on the one they came from. Done as
-    an all-reduce with zeros.
+    Implemented as an all-reduce with zeros. The gradient is the sum over the
+    devices, on the source device.
 
     Args:
-        x: Tensor of shape `(n, ...)`, `n` devices being on the axis.
+        x: Tensor of shape `(n, ...)`; the axis has `n` devices.
         device_mesh: `DeviceMesh`.
         axis: String, axis of the mesh.
         source: Int, index of the device on the axis. Defaults to 0.
@@ -92,13 +92,13 @@ def broadcast(x, device_mesh, axis, source=0):
 
 
 def scatter(x, device_mesh, axis, source=0):
-    """Gives each device of an axis its part of what one of them holds.
+    """Splits the part of one device over all devices of an axis.
 
-    The gradient is gathered on the device that the parts came from. Done as
-    a reduce-scatter with zeros.
+    Implemented as a reduce-scatter with zeros. The gradient is gathered on the
+    source device.
 
     Args:
-        x: Tensor of shape `(n, n * k, ...)`, `n` devices being on the axis.
+        x: Tensor of shape `(n, n * k, ...)`; the axis has `n` devices.
         device_mesh: `DeviceMesh`.
         axis: String, axis of the mesh.
         source: Int, index of the device on the axis. Defaults to 0.
@@ -110,7 +110,7 @@ def scatter(x, device_mesh, axis, source=0):
 
 
 class _AllReduce(torch.autograd.Function):
-    """Sum over the processes of a group, each with `(1, ...)`."""
+    """Sums parts of shape `(1, ...)` over the processes of a group."""
 
     @staticmethod
     def forward(context, part, group):
@@ -149,16 +149,16 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def _map(function, x, device_mesh, axis, source=None):
-    """Runs a function on what this process holds of a tensor."""
+    """Runs a function on this process's part of a tensor."""
     mesh = device_mesh.backend_mesh
     names = () if mesh is None else mesh.mesh_dim_names
     if axis not in names:
-        # One device holds all there is.
+        # With one device on the axis, each function is the identity.
         return x
     dim = names.index(axis)
     if not isinstance(x, DTensor):
         x = placement.replicate(x, mesh)
-    # Only the axis is given away by the other dims, and taken by the first.
+    # This axis splits the first dim; the other axes split what they did.
     placements = [
         Shard(0) if i == dim else Replicate() if p.is_partial() else p
         for i, p in enumerate(x.placements)

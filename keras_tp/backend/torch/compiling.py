@@ -1,4 +1,4 @@
-"""Steps that torch's inductor compiles: `jit_compile=True`."""
+"""Support for steps that torch's inductor compiles: `jit_compile=True`."""
 
 import functools
 import os
@@ -16,7 +16,7 @@ def check_compiler():
     """Raises if inductor cannot compile for this machine's processor.
 
     Raises:
-        RuntimeError: if there is no C++ compiler, with the ways out.
+        RuntimeError: if no C++ compiler is found.
     """
     if processes.uses_cuda():
         return
@@ -37,7 +37,7 @@ def check_compiler():
 
 
 def fixed_shapes():
-    """Context manager: symbolic sizes do not go into DTensor's placements."""
+    """Returns a context without symbolic sizes, which DTensor cannot handle."""
     return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
 
 
@@ -50,7 +50,7 @@ def _zeros_as_distributed(original):
 
     @functools.wraps(original)
     def process_runtime_tangent(x, meta, *args, **kwargs):
-        # Only the metadata of tensor subclasses has it.
+        # Only the metadata of tensor subclasses has this attribute.
         expected = getattr(meta, "original_subclass_type", None)
         if expected is DTensor and type(x) is torch.Tensor and not x.any():
             x = _filled_like(x, meta.meta[0])
@@ -59,7 +59,7 @@ def _zeros_as_distributed(original):
     return staticmethod(process_runtime_tangent)
 
 
-# Not to be compiled itself.
+# It must not be compiled.
 @torch.compiler.disable
 def _filled_like(zeros, placements):
     mesh = placement.to_torch_mesh(distribution().device_mesh)

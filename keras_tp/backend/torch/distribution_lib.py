@@ -1,8 +1,8 @@
 """Distribution on torch: a variable is a `DTensor`, a device is a process.
 
-Every process runs the same program, on the same global batch unless each is
-given its part, and DTensor's dispatcher inserts the collectives. The functions
-are those that CONTRIBUTING.md lists for every backend.
+Every process runs the same program, on the same global batch or on its part of
+it, and DTensor's dispatcher inserts the collectives. CONTRIBUTING.md lists the
+functions for every backend.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from keras_tp.backend.torch import variables
 
 
 def list_devices(device_type=None):
-    """Returns the names of the devices of all processes: one in each.
+    """Returns the names of the devices of all processes, one per process.
 
     Args:
         device_type: String, `"cpu"` or `"gpu"`. Defaults to the type of
@@ -50,7 +50,7 @@ def initialize(job_addresses, num_processes, process_id):
 
     Args:
         job_addresses: String, comma-separated `host:port`; the first one is
-            that of process 0. `None` where torchrun's variables are set.
+            the address of process 0. `None` if torchrun's variables are set.
         num_processes: Int, number of processes.
         process_id: Int, index of this process.
     """
@@ -72,41 +72,42 @@ def process_id():
 
 
 def from_first_process(value):
-    """Returns the value that process 0 gave, in every process.
+    """Returns the value of process 0, in every process.
 
-    A collective where there are several processes.
+    A collective if there are several processes.
 
     Args:
-        value: What `messages.encode` takes; ignored in the other processes.
+        value: A value that `messages.encode` accepts; ignored in the other
+            processes.
     """
     return processes.from_first(value)
 
 
 def meet(what):
-    """Waits until every process is here, where there are several.
+    """Waits until every process has called this function.
 
-    A collective.
+    A collective. One process alone does not wait.
 
     Args:
-        what: String that names what all processes have to call.
+        what: String that names the call, for the error.
 
     Raises:
-        RuntimeError: if a process does not come in time; says which.
+        RuntimeError: if a process does not arrive in time; names the process.
     """
     processes.start()
     processes.meet(what)
 
 
 def collective_library(device_type):
-    """Returns what moves tensors between devices of a type.
+    """Returns the name of the library that moves tensors between devices.
 
-    Joins the other processes, if that was not done.
+    Joins the other processes if this process has not yet.
 
     Args:
         device_type: String, `"cpu"` or `"gpu"`.
 
     Returns:
-        String, such as `"gloo"` or `"nccl"`, as torch's process group has it.
+        String, the name in torch's process group, such as `"gloo"` or `"nccl"`.
     """
     return processes.collective_library(device_type)
 
@@ -155,12 +156,11 @@ def distribute_data_input(per_process_batch, layout, batch_dim_name):
     """Returns this process's part of a batch as a DTensor.
 
     Args:
-        per_process_batch: Array or tensor, the global batch, the same in
-            every process; under a distribution with
-            `auto_shard_dataset=False`, this process's part of it, and then
-            this is a collective.
+        per_process_batch: Array or tensor: the global batch, the same in every
+            process. Under a distribution with `auto_shard_dataset=False`, it
+            is this process's part of the batch, and the call is a collective.
         layout: `TensorLayout`, or a `Placement`. A batch that it cannot split
-            evenly is left whole. Parts go where the distribution says.
+            evenly is left whole. Parts take the distribution's layout instead.
         batch_dim_name: String, mesh axis that splits the batch.
     """
     if per_process_batch is None:
@@ -174,8 +174,8 @@ def distribute_data_input(per_process_batch, layout, batch_dim_name):
 def relayout_variable(variable, layout):
     """Moves a variable to another layout; its value stays the same.
 
-    A collective. A plain value has to be the same in every process, which is
-    compared.
+    A collective. A plain value is compared between processes first, because it
+    has to be the same in all of them.
 
     Args:
         variable: A Keras variable. Its old value is freed.
@@ -192,9 +192,9 @@ def relayout_variable(variable, layout):
         else:
             variables.lay_out(variable, old)
         undo.pop_all()
-    # A layer of torch may hold the old parameter until it looks again: what
-    # it held is freed now, its gradient too, or moving a model would double its
-    # memory.
+    # A torch layer may keep the old parameter until its parameters are updated.
+    # The old value and gradient are freed now; otherwise moving a model would
+    # double its memory.
     old.grad = None
     if isinstance(old, placement.DTensor):
         old._local_tensor = old._local_tensor.new_empty(0)
@@ -203,9 +203,9 @@ def relayout_variable(variable, layout):
 
 
 def variable_bytes_by_device(variable):
-    """Returns a dict of device name to the bytes that it holds of a variable.
+    """Returns a dict of device name to the bytes of a variable on the device.
 
-    A collective: read from the live tensor of every process.
+    A collective: reads the live tensor of every process.
     """
     value = variable._value
     local = value.to_local() if isinstance(value, placement.DTensor) else value
@@ -223,7 +223,7 @@ def variable_bytes_by_device(variable):
 
 
 def variable_axes(variable):
-    """Returns what splits each dim of a variable, read from the live tensor.
+    """Returns the mesh axes that split each dim of a variable's live tensor.
 
     Returns:
         Tuple with `None`, a mesh axis or a tuple of mesh axes for each dim;
@@ -235,7 +235,7 @@ def variable_axes(variable):
 
 
 def why_gathered(variable, layer):
-    """Returns why a layer puts a split variable together to compute with it.
+    """Returns why a layer gathers a split variable to compute with it.
 
     Args:
         variable: A Keras variable of the layer, which is split.
@@ -250,7 +250,7 @@ def why_gathered(variable, layer):
 def count_collectives(model, x, y=None):
     """Counts the collectives that one step of a model enters.
 
-    A collective. The step is run; all state is then as before.
+    A collective. Runs the step and then restores all state.
 
     Args:
         model: A Keras model whose distribution is the current one.
@@ -258,7 +258,7 @@ def count_collectives(model, x, y=None):
         y: Targets of the batch. Defaults to `None`: the forward pass.
 
     Returns:
-        Dict of the collective's name to `(count, bytes)`.
+        Dict of collective name to `(count, bytes)`.
     """
     return collective_counter.count_step(model, x, y)
 
@@ -267,14 +267,14 @@ def launch(plan, argv):
     """Runs a script in one process for each device.
 
     Args:
-        plan: `supervision.Plan`.
+        plan: `supervisor.Plan`.
         argv: List of strings: the script and its arguments.
     """
     launcher.launch(plan, argv)
 
 
 def how_to_launch(device_count):
-    """Returns the sentence that says how to run this script on devices.
+    """Returns a sentence on how to run this script on several devices.
 
     Args:
         device_count: Int, number of devices.

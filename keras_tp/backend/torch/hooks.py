@@ -1,4 +1,4 @@
-"""What keras_tp replaces in Keras on torch, and in DTensor."""
+"""The hook table: replaced attributes of Keras, torch and DTensor."""
 
 import functools
 
@@ -33,7 +33,7 @@ from keras_tp.backend.torch.ops import table
 
 
 def _constant_of(initializer):
-    """Returns the number that an initializer fills with, or `None`."""
+    """Returns the constant of an initializer; `None` for other initializers."""
     kind = type(initializer)
     if kind is initializers.Zeros:
         return 0
@@ -45,7 +45,7 @@ def _constant_of(initializer):
 
 
 def _give_layout(variable):
-    """Returns the `Placement` of a new variable; `None` without one."""
+    """Sets and returns a variable's layout; `None` without a distribution."""
     current = distribution()
     if current is None:
         return None
@@ -76,7 +76,7 @@ def _hook_initialize(original):
 
 
 def _hook_initialize_with_initializer(original):
-    """Slots and other constants are made as shards, all else is sliced."""
+    """Makes only the shards of constants such as slots; slices other values."""
 
     @functools.wraps(original)
     def _initialize_with_initializer(self, initializer):
@@ -122,7 +122,7 @@ def _hook_operation_call(original):
 
 
 def _hook_make_function(attribute):
-    """The step function gets split batches and gives back plain tensors."""
+    """Splits the batches of a step function and gathers its outputs."""
 
     def replace(original):
         @functools.wraps(original)
@@ -158,7 +158,7 @@ def _hook_symbolic_build(original):
     @functools.wraps(original)
     def _symbolic_build(self, iterator=None, data_batch=None):
         if iterator is not None:
-            # Before the data is compared: models draw random numbers, too.
+            # Before the random states are compared: models advance them.
             processes.same_model(self)
         return original(self, iterator=iterator, data_batch=data_batch)
 
@@ -166,7 +166,7 @@ def _hook_symbolic_build(original):
 
 
 def _hook_epoch_iterator(original):
-    """All processes agree on how many batches there are."""
+    """Makes all processes agree on the number of batches."""
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
@@ -181,7 +181,7 @@ def _hook_epoch_iterator(original):
 
 
 def _hook_get_iterator(original):
-    """Each epoch's first batch is compared between the processes."""
+    """Compares each epoch's first batch between the processes."""
 
     @functools.wraps(original)
     def _get_iterator(self):

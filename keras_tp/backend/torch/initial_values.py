@@ -1,8 +1,8 @@
-"""Random initial values: those of Keras, with fewer copies on the way.
+"""Keras's random initial values, drawn with fewer temporary copies.
 
-A process draws a whole variable and keeps its part. Keras's own functions hold
-three (uniform) to twelve (truncated normal) tensors of the variable's size
-meanwhile, which would be the largest part of what a process ever holds.
+A process draws a whole variable and keeps its shard. Keras's own functions
+hold three (uniform) to twelve (truncated normal) tensors of the variable's
+size at once, which would set the peak memory of a process.
 """
 
 import functools
@@ -14,12 +14,12 @@ from keras.src.backend.torch import core
 from keras.src.backend.torch import random
 from keras.src.distribution.distribution_lib import distribution
 
-# Numbers that are made at a time. torch draws normal ones in groups of 16.
+# Numbers drawn at a time. torch draws normal numbers in groups of 16.
 PART = 2**16
 
 
 def uniform(original):
-    """Wraps `uniform`: one tensor, changed in place."""
+    """Wraps `uniform`: draws one tensor and scales it in place."""
 
     @functools.wraps(original)
     def uniform(shape, minval=0.0, maxval=1.0, dtype=None, seed=None):
@@ -37,7 +37,7 @@ def uniform(original):
 
 
 def truncated_normal(original):
-    """Wraps `truncated_normal`: the four draws of each number part by part."""
+    """Wraps `truncated_normal`: draws part by part, four draws per number."""
 
     @functools.wraps(original)
     def truncated_normal(shape, mean=0.0, stddev=1.0, dtype=None, seed=None):
@@ -64,7 +64,7 @@ def truncated_normal(original):
 
 
 def _is_initial(shape, *numbers):
-    """Whether a draw may be one for a variable under a distribution.
+    """Returns whether a draw may be an initial value under a distribution.
 
     On CUDA a generator's numbers depend on how many are drawn at a time.
     """
@@ -77,7 +77,7 @@ def _is_initial(shape, *numbers):
 
 
 def _sizes(count):
-    """Splits into parts; the rest goes to the last, which has 16 or more."""
+    """Returns part sizes of at least 16; the last includes the remainder."""
     sizes = [PART] * (count // PART)
     sizes[-1] += count % PART
     return sizes

@@ -19,11 +19,11 @@ from keras_tp.backend.processes import commands
 from keras_tp.backend.processes import error_propagation
 from keras_tp.backend.processes import failure_report
 
-# What users set for torchrun to choose what is printed. It is left to them.
+# Variables with which users choose torchrun's output. They have precedence.
 _OUTPUT_VARIABLES = ("PET_LOCAL_RANKS_FILTER", "PET_REDIRECTS", "PET_TEE")
 _LOGGER = "torch.distributed.elastic"
-# How long processes have to end after a signal or an error, in seconds. A
-# process that is stopped needs all of it.
+# Seconds that processes have to end after a signal or an error. A process that
+# SIGSTOP has stopped uses all of them.
 _SHUTDOWN_S = 5
 _SHUTDOWN_VARIABLES = (
     "PET_SHUTDOWN_TIMEOUT",
@@ -32,7 +32,7 @@ _SHUTDOWN_VARIABLES = (
 
 
 def _hook_close(original):
-    """torchrun's time to end is for signals; after an error it takes 30 s."""
+    """Applies the shutdown timeout after errors; torchrun would wait 30 s."""
 
     @functools.wraps(original)
     def close(self, death_sig=None, timeout=_SHUTDOWN_S):
@@ -52,17 +52,17 @@ TABLE = [
 
 
 def launch(plan, argv):
-    """Runs a script in one process per device: those of this host.
+    """Runs a script in one process for each device of this host.
 
-    If a process fails, torchrun ends the others. Then the first error is
-    printed, and this process exits with the exit code that goes with it.
+    If a process fails, torchrun ends the others. Then this process prints the
+    first error, and exits with the exit code of the process that failed first.
 
     Args:
-        plan: `supervision.Plan`.
+        plan: `supervisor.Plan`.
         argv: List of strings: the script and its arguments.
 
     Raises:
-        ValueError: if there are to be more processes than devices, or fewer.
+        ValueError: if the plan asks for more or fewer processes than devices.
     """
     if plan.processes not in (None, plan.devices):
         raise ValueError(
@@ -92,10 +92,10 @@ def launch(plan, argv):
         if "PET_LOG_DIR" not in os.environ:
             where += ["--log-dir", folder]
         options = run.get_args_parser().parse_args([*where, script])
-        # Not parsed: torchrun's parser takes a `--log` of the script for an
-        # abbreviation of its own options.
+        # Not parsed, because torchrun's parser takes the script's `--log` for
+        # an abbreviation of its own options.
         options.training_script_args = arguments
-        # Or torchrun sets it, with a warning.
+        # If it is unset, torchrun sets it with a warning.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ[error_propagation.ERROR_FILE] = os.path.join(
             folder, "$RANK.error"
@@ -114,7 +114,7 @@ def _shutdown_seconds():
 
 
 def how_to_launch(device_count):
-    """Returns the sentence that says how to run this script on devices.
+    """Returns a sentence on how to run this script on several devices.
 
     Args:
         device_count: Int, number of devices.
@@ -133,7 +133,7 @@ def how_to_launch(device_count):
 
 
 def _redirects(plan, first, per_host):
-    """Returns torchrun's option that has all but process 0 write to files."""
+    """Returns torchrun's options that hide the output of all but process 0."""
     quiet = [local for local in range(per_host) if first + local > 0]
     if plan.all_output or not quiet:
         return []
@@ -146,7 +146,7 @@ def _redirects(plan, first, per_host):
 def _run(options, plan, folder, indices):
     """Runs torchrun with its options; returns the exit code of the run."""
     if not plan.all_output:
-        # It reports each process that it ends. The first error says why.
+        # torchrun logs each process that it ends; the first error is enough.
         for name in list(logging.root.manager.loggerDict):
             if name.startswith(_LOGGER):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -169,12 +169,12 @@ def _run(options, plan, folder, indices):
 
 
 def _failures(found, folder, indices):
-    """Returns the list of `failures.Failure` of the processes of this host.
+    """Returns a list of `failure_report.Failure`, for this host's processes.
 
     Args:
-        found: Dict of the index of a process to torch's `ProcessFailure`.
-        folder: String, the folder with what processes wrote.
-        indices: Range of the indices of the processes of this host.
+        found: Dict of process index to torch's `ProcessFailure`.
+        folder: String, the folder with the processes' error and log files.
+        indices: Range, the indices of this host's processes.
     """
     told = {}
     for index in indices:
@@ -191,8 +191,8 @@ def _failures(found, folder, indices):
         path = os.path.join(folder, f"{index}.error")
         at = failure_report.noted_end(path) or failure.timestamp
         if began is not None and failure.exitcode < 0:
-            # It told nobody, and torchrun looks only now and then: the others
-            # may have noticed earlier that it was gone.
+            # A signal killed it before it could report. torchrun polls, so
+            # the others may have noticed the end earlier than torchrun.
             at = min(at, began - 1)
         local = index - indices.start
         output = glob.glob(
@@ -214,7 +214,7 @@ def _without_ended(found, patience):
         if failure.exitcode == -signal.SIGTERM:
             continue
         later = failure.timestamp - first.timestamp
-        # In whole seconds.
+        # Timestamps are in whole seconds.
         if failure.exitcode == -signal.SIGKILL and later > patience - 2:
             continue
         kept[index] = failure

@@ -1,4 +1,4 @@
-"""This process's parts of tensors, below the gradient."""
+"""This process's shards of tensors, below autograd."""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -30,7 +30,7 @@ def placements_of(tensor, mesh):
 
 
 def local_part(tensor, mesh, placements):
-    """Returns this process's part of a tensor, moved to the placements."""
+    """Returns this process's shard of a tensor under the placements."""
     if isinstance(tensor, DTensor):
         if tuple(tensor.placements) != tuple(placements):
             tensor = tensor.redistribute(placements=placements)
@@ -45,10 +45,10 @@ def local_part(tensor, mesh, placements):
 
 
 def wrap_parts(local, mesh, placements):
-    """Returns a DTensor of evenly split parts, below the gradient."""
+    """Returns a DTensor of evenly split shards, below autograd."""
     if any(placed.is_partial() for placed in placements):
-        # What comes out of an all-reduce is contiguous, and so has to be what
-        # is noted about its strides.
+        # An all-reduce returns a contiguous tensor, so the strides in the spec
+        # have to be contiguous too.
         local = local.contiguous()
     shape, stride = compute_global_tensor_info(local, mesh, placements)
     meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
@@ -57,7 +57,7 @@ def wrap_parts(local, mesh, placements):
 
 
 def settled_parts(local, mesh, placements):
-    """Returns the DTensor of a result whose partial sums are added up."""
+    """Returns the DTensor of a result, with its partial sums all-reduced."""
     result = wrap_parts(local, mesh, placements)
     whole = [Replicate() if p.is_partial() else p for p in placements]
     return result.redistribute(placements=whole)
@@ -67,12 +67,12 @@ def replicated(op, args, kwargs):
     """Runs an operation whole on every process.
 
     Args:
-        op: ATen operation that writes to none of its arguments.
-        args: Tuple of its arguments, DTensors among them.
+        op: ATen operation that does not write to its arguments.
+        args: Tuple of its arguments, with at least one DTensor.
         kwargs: Dict of its keyword arguments.
 
     Returns:
-        What the operation returns, with replicated DTensors.
+        The operation's result, with its tensors as replicated DTensors.
     """
     mesh = mesh_of(args, kwargs)
     args, kwargs = pytree.tree_map_only(

@@ -1,4 +1,4 @@
-"""Optimizers that update each number by itself, run on the shards."""
+"""Runs elementwise optimizers on the shards."""
 
 import contextlib
 import functools
@@ -14,15 +14,15 @@ from keras_tp.backend.torch import placement
 def update_shards(original):
     """Wraps `TorchParallelOptimizer._backend_update_step`.
 
-    The optimizers of this class (Adam and its kin, SGD, RMSprop, Adagrad,
-    Adadelta, Lion) compute each number of a variable from the same place of
-    its gradient and its slots. So they run on the shards as they are, and
-    DTensor need not dispatch a dozen operations for each variable. What needs
-    all of a variable or of all variables, as clipping by norm does, has been
-    done by then, and optimizers such as Lamb or Muon are of another class.
+    The optimizers of this class (Adam and its variants, SGD, RMSprop, Adagrad,
+    Adadelta, Lion) update each element of a variable from the same element of
+    its gradient and its slots. So they run on the shards directly, and DTensor
+    does not dispatch a dozen operations for each variable. Clipping by norm and
+    other steps that need whole variables, or all of them, run before this.
+    Optimizers such as Lamb or Muon are of another class.
 
-    A variable whose slots are split further than itself is updated in these
-    parts, which are gathered afterwards (ZeRO-1).
+    If the slots of a variable are split further than the variable, each process
+    updates its slots' part, and the parts are gathered afterwards (ZeRO-1).
     """
 
     @functools.wraps(original)
@@ -50,9 +50,9 @@ def update_shards(original):
 
 
 def _alike(optimizer):
-    """Returns whether all slots are split as their variables are updated.
+    """Returns whether all slots are split like their variables' updates.
 
-    Slots that were made outside of the distribution are whole.
+    Slots that were made outside of the distribution are not split.
     """
     variables = optimizer._trainable_variables
     for slots in vars(optimizer).values():
@@ -81,7 +81,7 @@ def _update_placements(variable):
 
 
 def _part(gradient, value, placements):
-    """Returns this process's part of a gradient."""
+    """Returns this process's shard of a gradient."""
     if placements is None:
         return gradient
     return local_tensors.local_part(gradient, value.device_mesh, placements)
@@ -89,9 +89,9 @@ def _part(gradient, value, placements):
 
 @contextlib.contextmanager
 def _as_parts(variables, placements):
-    """Makes the values of model variables what is updated of them here.
+    """Sets variables to the local parts that this process updates.
 
-    Parts that are smaller than the shards are gathered when it is done.
+    On exit, parts that are smaller than the shards are gathered.
     """
     values = [(variable, variable._value) for variable in variables]
     try:
@@ -115,7 +115,7 @@ def _as_parts(variables, placements):
 
 @contextlib.contextmanager
 def _as_shards(variables):
-    """Makes the values of variables this process's shards for a while."""
+    """Sets variables to this process's shards, within a context."""
     values = [(variable, variable._value) for variable in variables]
     try:
         for variable, value in values:

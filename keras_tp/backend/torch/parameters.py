@@ -1,4 +1,4 @@
-"""The parameters that torch finds in the layers of a model."""
+"""Keeps the torch parameters of layers up to date with their variables."""
 
 import functools
 
@@ -6,11 +6,11 @@ import torch
 
 
 def hook_named_parameters(original):
-    """A variable that was moved has a new parameter; its layers learn it."""
+    """Updates layers whose variables were moved and have new parameters."""
 
     @functools.wraps(original)
     def named_parameters(self, *args, **kwargs):
-        # A model is planned, and has new parameters, before a value is read.
+        # The first read of a value plans the model, which makes new parameters.
         for variable in getattr(self, "variables", ()):
             _ = variable.value
         for module in self.modules():
@@ -29,9 +29,9 @@ def hook_named_parameters(original):
 
 
 def hook_track_variables(original):
-    """Keras notes the parameters of a layer that it has built.
+    """Tracks the parameters of a built layer without reading `value`.
 
-    A model is planned before a value is read, but this is no use of it.
+    A read of `value` plans the model, and that would be too early here.
     """
 
     @functools.wraps(original)

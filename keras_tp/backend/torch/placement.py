@@ -1,7 +1,7 @@
-"""How tensors lie on a mesh: Keras's layouts as placements of DTensor.
+"""Converts Keras's layouts to DTensor placements.
 
-Mesh axes of size 1 split nothing and are left out of the torch mesh; on a mesh
-of one device everything is a plain tensor.
+The torch mesh leaves out axes of size 1, because they split nothing. On a mesh
+of one device every tensor is plain.
 """
 
 import collections
@@ -20,17 +20,17 @@ from torch.distributed.tensor._utils import (
 from keras_tp.backend.torch import launcher
 from keras_tp.backend.torch import processes
 
-# A `DeviceMesh` of torch makes process groups: one for each distinct mesh.
+# One torch mesh for each distinct mesh, because each makes process groups.
 _meshes = {}
 
 
 class Placement(collections.namedtuple("Placement", ["mesh", "placements"])):
-    """What a layout is to torch.
+    """A layout in torch's terms: a mesh and DTensor placements.
 
     Args:
         mesh: `torch.distributed.device_mesh.DeviceMesh`; `None` for one
             device, where tensors are plain.
-        placements: Tuple with a placement of DTensor for each mesh dim.
+        placements: Tuple with a DTensor placement for each mesh dim.
     """
 
     @property
@@ -40,9 +40,9 @@ class Placement(collections.namedtuple("Placement", ["mesh", "placements"])):
 
 
 def to_torch_mesh(device_mesh):
-    """Returns the torch mesh for a mesh of Keras; `None` for one device.
+    """Returns the torch mesh of a Keras mesh; `None` for one device.
 
-    A collective the first time: every process calls it, in the same order.
+    A collective at the first call: every process calls it, in the same order.
 
     Raises:
         ValueError: unless the mesh holds the device of every process.
@@ -109,12 +109,12 @@ def as_placement(layout):
 
 
 def axes_of(tensor, layout):
-    """Returns what splits each dim of a tensor, read from the tensor.
+    """Returns the mesh axes that split each dim, read from the tensor.
 
     Args:
-        tensor: DTensor, or a plain tensor, which nothing splits.
-        layout: `TensorLayout` that it was given: an axis of size 1 splits
-            nothing, and is reported where the layout has it.
+        tensor: DTensor, or a plain tensor, which is not split.
+        layout: `TensorLayout` of the tensor. Axes of size 1 are read from it,
+            because the torch mesh lacks them.
     """
     sizes = _sizes(layout.device_mesh)
     names = [
@@ -137,7 +137,7 @@ def axes_of(tensor, layout):
 def from_full(value, placement):
     """Returns a DTensor whose shard is a copy of a slice of a plain tensor.
 
-    Nothing is communicated: every process holds the same full tensor.
+    Every process holds the same full tensor, so there is no communication.
 
     Args:
         value: Plain tensor. It can be freed afterwards.
@@ -158,7 +158,7 @@ def from_full(value, placement):
 
 
 def filled(shape, fill, dtype, placement):
-    """Returns a DTensor of one value; only its shard is ever made."""
+    """Returns a DTensor filled with one value; allocates only its shard."""
     mesh, placements = placement
     local_shape, _ = compute_local_shape_and_global_offset(
         torch.Size(shape), mesh, placements
@@ -168,9 +168,9 @@ def filled(shape, fill, dtype, placement):
 
 
 def to_full(tensor):
-    """Returns a DTensor as a plain tensor; another tensor as it is.
+    """Returns a DTensor as a plain tensor, and any other tensor unchanged.
 
-    A collective if the tensor is split. The gradient passes.
+    A collective if the tensor is split. Differentiable.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -181,7 +181,7 @@ def to_full(tensor):
 
 
 def needs_communication(tensor):
-    """Returns whether other processes are needed to see all of a tensor."""
+    """Returns whether reading the whole tensor needs other processes."""
     return isinstance(tensor, DTensor) and not all(
         placement.is_replicate() for placement in tensor.placements
     )
@@ -195,12 +195,12 @@ def replicate(tensor, mesh):
 
 
 def settle(tensor):
-    """Adds up the parts of a layer's output, and later of its gradient.
+    """All-reduces partial sums of a layer's output, and later of its gradient.
 
     These are the conjugate operators f and g of Megatron-LM (Shoeybi et al.
     2019, section 3): one all-reduce for the output of a row-split layer, one
-    for the gradient of the input of column-split layers. DTensor alone carries
-    parts further, and adds them up more than once.
+    for the gradient of the input of column-split layers. DTensor alone keeps
+    partial sums for longer, and all-reduces them more than once.
 
     Args:
         tensor: DTensor.
@@ -215,14 +215,14 @@ def settle(tensor):
 
 
 def settled(tensor):
-    """Returns a tensor with its parts, if it has any, added up."""
+    """Returns a tensor with its partial sums, if any, all-reduced."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not any(p.is_partial() for p in tensor.placements):
         return tensor
     if not tensor.is_contiguous():
-        # What comes out of an all-reduce is contiguous, whatever DTensor
-        # has noted about its strides.
+        # An all-reduce returns a contiguous tensor, but DTensor would keep the
+        # old strides in its spec.
         tensor = tensor.contiguous()
     return tensor.redistribute(
         placements=[

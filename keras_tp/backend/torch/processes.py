@@ -1,12 +1,12 @@
 """The processes of a run: one per device, joined by torch.distributed.
 
-Two groups exist: torch's default one, whose collectives move tensors, and one
-on gloo for control, on which processes meet before what all of them have to
-enter.
+torch's default group moves tensors. Two gloo groups are for control: on them
+processes meet before a collective, and exchange small values. They differ in
+their timeouts only.
 
-A process waits for the others for as many seconds as the environment variable
-KERAS_TP_TIMEOUT says when this is imported, by default 45. Where one of them
-did not come, all of them stop with an error after this time.
+The environment variable KERAS_TP_TIMEOUT, read when this module is imported,
+says how many seconds a process waits for the others. Defaults to 45. If a
+process does not arrive in this time, all of them stop with an error.
 """
 
 import atexit
@@ -69,10 +69,10 @@ def uses_cuda():
 
 
 def start(init_method=None, num_processes=None, process_id=None):
-    """Joins the other processes; does nothing if that was done.
+    """Joins the other processes; later calls do nothing.
 
-    Without arguments, torchrun's environment variables are read. Where there
-    are none, this process is the only one.
+    Without arguments, torchrun's environment variables are read. If they are
+    not set, this process is the only one.
 
     Args:
         init_method: String, such as `"tcp://host:port"`. Defaults to `None`.
@@ -81,12 +81,12 @@ def start(init_method=None, num_processes=None, process_id=None):
     """
     global _control
     if not dist.is_initialized():
-        # What has a limit of its own, and `watch`, come first: they name the
-        # process that is missing.
+        # Longer than the limits of `meet` and the heartbeats, because their
+        # errors name the missing process.
         seconds = TIMEOUT_S + 2 * progress.GRACE_S
         options = {"timeout": datetime.timedelta(seconds=seconds)}
         if uses_cuda():
-            # No `device_id`: the group for control is gloo's.
+            # No `device_id`, because the control groups are on gloo.
             torch.cuda.set_device(_local_index(process_id))
             options["backend"] = "cpu:gloo,cuda:nccl"
         else:
@@ -102,7 +102,7 @@ def start(init_method=None, num_processes=None, process_id=None):
         elif "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             options.update(store=dist.HashStore(), world_size=1, rank=0)
         elif not dist.is_torchelastic_launched():
-            # Its agents wait for each other before they start processes.
+            # torchelastic's agents meet before they start processes.
             names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
             host, port, *rest = (os.environ.get(name) for name in names)
             if host and port:
@@ -112,8 +112,8 @@ def start(init_method=None, num_processes=None, process_id=None):
         sys.excepthook = functools.partial(_note_failure, sys.excepthook)
         _start_watch(init_method)
     if _control is None or _control[0] is not dist.group.WORLD:
-        # The second is for what is waited for longer: all but process 0 wait
-        # in a barrier as long as its group does.
+        # The second is for longer waits: in a barrier, all but process 0 wait
+        # as long as the timeout of its group.
         groups = (
             dist.new_group(
                 backend="gloo", timeout=datetime.timedelta(seconds=seconds)
@@ -147,20 +147,20 @@ def _note_failure(report, kind, error, trace):
 
 
 def _leave():
-    """Ends the threads of process groups while Python is still there.
+    """Ends the threads of process groups before the interpreter ends.
 
-    A thread that drops the tensors of a finished collective needs Python, and
-    aborts the process if it has ended meanwhile.
+    A thread needs the interpreter to free the tensors of a finished collective,
+    and aborts the process if the interpreter has ended.
     """
     global _control
     error_propagation.note_end()
     if _failed:
-        # The others report their errors of the same time before the launcher
-        # ends them with this process.
+        # Gives the others time to report their own errors, before the launcher
+        # ends them because of this process.
         time.sleep(_SETTLE_S)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Or else what is under way waits for others, as long as it may.
+        # A normal exit would wait for pending collectives to time out.
         os._exit(1)
     heartbeats.leave()
     if not dist.is_initialized() or hasattr(sys, "last_value"):
@@ -168,7 +168,7 @@ def _leave():
     _control = None
     for found in gc.get_objects():
         if issubclass(type(found), DeviceMesh):
-            # Or they live as long as it does.
+            # A mesh would keep its process groups alive.
             found._pg_registry.clear()
     dist.destroy_process_group()
 
@@ -186,12 +186,12 @@ def meet(what):
     """Waits until every process is here.
 
     Args:
-        what: String that names what all processes have to call.
+        what: String that names the call, for the error.
 
     Raises:
-        RuntimeError: after `TIMEOUT_S` seconds, or later where `waiting` says
-            so, or as soon as a process that has not come ends. On process 0 it
-            names those that are missing.
+        RuntimeError: after `TIMEOUT_S` seconds (`timeouts.LONGEST_S` within
+            `longer`), or as soon as a missing process ends. On process 0 the
+            error names the missing processes.
     """
     if world_size() == 1 or not dist.is_initialized():
         return
@@ -224,7 +224,7 @@ def meet(what):
 
 
 def longer():
-    """Returns a context in which a slow process is waited for."""
+    """Returns a context in which processes wait longer for a slow one."""
     return timeouts.longer()
 
 
@@ -233,10 +233,10 @@ def same_everywhere(what, value, way_out, groups=None):
 
     Args:
         what: String that names the value.
-        value: Bytes or anything that `pickle` takes; a digest is compared.
-        way_out: String, a sentence that says how to make them equal.
-        groups: List with the group of each process; only those of one group
-            have to hold the same. Defaults to `None`: all are one group.
+        value: Bytes, or an object that can be pickled. Its digest is compared.
+        way_out: String, a sentence on how to make the values equal.
+        groups: List with the group of each process; values have to be equal
+            within a group. Defaults to `None`: all are one group.
 
     Returns:
         List with the digest of each process.
@@ -272,9 +272,9 @@ def same_values(variable):
 
 
 def agree_on_seed():
-    """Has all processes continue with the random state of process 0.
+    """Copies the random state of process 0 to all processes.
 
-    Initial values, shuffling and dropout masks are then those of one process.
+    Initial values, shuffling and dropout masks are then equal in all processes.
 
     Raises:
         ValueError: on every process, if they were given different seeds.
@@ -310,7 +310,7 @@ def random_state():
 
 
 def set_random_state(state):
-    """Puts back what `random_state` returned."""
+    """Restores the state that `random_state` returned."""
     set_rng_state(
         {name: torch.from_numpy(held) for name, held in state.items()}
     )
@@ -322,14 +322,14 @@ def rng_bytes():
 
 
 def set_rng_state(state):
-    """Puts back what `rng_state` returned."""
+    """Restores the state that `rng_state` returned."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 
 
 def gather_numbers(numbers):
-    """Returns the list of the ints of every process, which all have as many.
+    """Returns a list of the ints of every process, equally many in each.
 
     A collective, cheaper than `gather_by_process`.
     """
@@ -343,11 +343,11 @@ def gather_numbers(numbers):
 
 
 def gather_by_process(value, what):
-    """Returns the list of a small value of every process. A collective.
+    """Returns a list of one small value per process. A collective.
 
     Args:
-        value: What `messages.encode` takes; small.
-        what: String that names what all processes do here.
+        value: A small value that `messages.encode` accepts.
+        what: String that names this exchange, for the error.
     """
     return _gather(value, what)
 
@@ -367,7 +367,7 @@ def from_first(value):
 
 
 def _local_index(process_id):
-    """Returns which of this machine's devices belongs to this process."""
+    """Returns the index of this process's device on this host."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     return (process_id or 0) % torch.cuda.device_count()
@@ -375,7 +375,7 @@ def _local_index(process_id):
 
 @contextlib.contextmanager
 def _named(what):
-    """Names what all processes do here, in the error if one does not come."""
+    """Names a collective in the error for a process that is missing."""
     try:
         with progress.meeting(what):
             yield
@@ -394,12 +394,12 @@ def _place_key(process):
 
 
 def _note_place(what):
-    """Notes what this process waits for, for the errors of the others."""
+    """Stores what this process waits for, for the other processes' errors."""
     dist.distributed_c10d._get_default_store().set(_place_key(index()), what)
 
 
 def _meanwhile(what):
-    """Says what other processes wait for in the place of this one."""
+    """Returns a sentence on processes that wait for something else."""
     places = {}
     try:
         store = dist.distributed_c10d._get_default_store()
@@ -408,7 +408,7 @@ def _meanwhile(what):
                 place = store.get(_place_key(process)).decode()
                 places[process] = place
     except RuntimeError:
-        # The store is gone, and process 0 with it.
+        # Process 0 has ended, and its store with it.
         return ""
     return timeouts.meanwhile(
         {
@@ -443,6 +443,6 @@ def _all_gather(own):
 
 
 def _as_tensor(data, size):
-    """Returns bytes as a tensor of at least one, filled up to a size."""
+    """Returns bytes as a nonempty tensor, zero-padded to a size."""
     padded = bytearray(data.ljust(max(size, 1), b"\0"))
     return torch.frombuffer(padded, dtype=torch.uint8)

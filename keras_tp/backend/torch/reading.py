@@ -1,8 +1,8 @@
-"""A DTensor that Python reads: as a number, as arrays, lists or text.
+"""Reads of a DTensor from Python: as a number, an array, a list or text.
 
-What is read is the whole, alike in every process: a Python branch that
-differed between them would end, or change, the run. Where parts are in other
-processes it is a collective, which all of them have to call.
+A read gives the whole tensor, the same in every process, because a Python
+branch that differs between processes would stop or change the run. If the
+tensor is split, a read is a collective that every process has to call.
 """
 
 import functools
@@ -16,12 +16,12 @@ from keras_tp.backend.torch import processes
 
 
 def whole(tensor, what):
-    """Returns all of a tensor as a plain one, without a gradient.
+    """Returns the whole tensor as a plain one, without a gradient.
 
     Args:
         tensor: DTensor or plain tensor.
-        what: String that names what reads it, for the error that a process
-            gives where the others do not come.
+        what: String that names the read, for the error that is raised if
+            other processes do not call it.
     """
     if placement.needs_communication(tensor):
         processes.meet(what)
@@ -31,14 +31,14 @@ def whole(tensor, what):
 def number(op, args, kwargs):
     """Handler of `item()`, `float()`, `int()`, `bool()` and `if`.
 
-    DTensor's own way is the value of this process alone.
+    DTensor itself returns the value of this process's shard.
     """
     (tensor,) = args
     return op(whole(tensor, "Reading a number from a split tensor"))
 
 
 def hook_array(original):
-    """Arrays of numpy are whole: `get_weights` and saving."""
+    """Makes numpy arrays whole, for `get_weights` and saving."""
 
     @functools.wraps(original)
     def __array__(self, dtype=None, copy=None):
@@ -49,13 +49,13 @@ def hook_array(original):
 
 
 def hook_numpy(original):
-    """`numpy()` of a tensor is whole."""
+    """Makes `numpy()` return the whole tensor."""
 
     @functools.wraps(original)
     def numpy(self, *args, **kwargs):
         if isinstance(self, DTensor):
             if self.requires_grad and not kwargs.get("force"):
-                # The error of torch.
+                # Raises torch's own error.
                 return original(torch.empty((), requires_grad=True))
             self = whole(self, "`numpy()`")
         return original(self, *args, **kwargs)
@@ -64,7 +64,7 @@ def hook_numpy(original):
 
 
 def hook_tolist(original):
-    """`tolist()` is whole; torch has none for a DTensor."""
+    """Makes `tolist()` return the whole tensor; torch lacks it for DTensor."""
 
     @functools.wraps(original)
     def tolist(self):
@@ -74,7 +74,7 @@ def hook_tolist(original):
 
 
 def hook_format(original):
-    """A number in a text, such as `f"{loss:.3f}"`."""
+    """Formats a scalar with a format spec, such as `f"{loss:.3f}"`."""
 
     @functools.wraps(original)
     def __format__(self, spec):
@@ -86,9 +86,9 @@ def hook_format(original):
 
 
 def hook_repr(original):
-    """The text of a split tensor has no values: a process has a part of them.
+    """Describes a split tensor without its values.
 
-    It is no collective, as debuggers and error messages ask for it.
+    Not a collective: debuggers and error messages call it in one process.
     """
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Values of variables as shards."""
+"""Sets the values of variables to shards."""
 
 import functools
 import weakref
@@ -11,7 +11,7 @@ from keras_tp.backend.torch import placement
 
 
 def lay_out(variable, value):
-    """Gives a variable a value under its layout.
+    """Sets the value of a variable, split by its layout.
 
     Args:
         variable: A Keras variable with a layout.
@@ -24,17 +24,17 @@ def lay_out(variable, value):
         value = value.detach().redistribute(placed.mesh, placed.placements)
         _keep_own_part(value)
     else:
-        # DTensor does not move from one mesh to another.
+        # A DTensor cannot be redistributed to another mesh.
         value = placement.to_full(value.detach())
         value = placement.from_full(value, placed)
     set_value(variable, value)
 
 
 def _keep_own_part(tensor):
-    """Frees what is around the local part of a redistributed DTensor.
+    """Copies the local shard of a DTensor if it is a view of a larger tensor.
 
-    Moved from one dim to another where nothing exchanges parts, it is a view
-    of the whole tensor, which would stay in memory.
+    After a move from one split dim to another without an all-to-all, the shard
+    is a view of the whole tensor, which would stay in memory.
     """
     local = tensor._local_tensor
     if local.untyped_storage().nbytes() > local.nbytes:
@@ -44,10 +44,10 @@ def _keep_own_part(tensor):
 
 
 def set_value(variable, value):
-    """Makes a tensor the value of a variable, as a parameter of torch."""
+    """Sets the value of a variable, as a `torch.nn.Parameter`."""
     parameter = torch.nn.Parameter(value, requires_grad=variable.trainable)
     if isinstance(parameter, DTensor) and parameter.requires_grad:
-        # Data parallelism: the one place where a gradient is added up.
+        # Data parallelism all-reduces a gradient here, and only here.
         parameter.register_hook(
             functools.partial(
                 _redistributed,
@@ -62,8 +62,8 @@ def set_value(variable, value):
 def stays_plain(variable, placed):
     """Returns whether a variable is a plain tensor in every process.
 
-    Counters, random state and the like are: nothing splits them, no gradient
-    reaches them, and Python reads them.
+    Counters and random state are plain: they are not split, they have no
+    gradient, and Python reads them.
     """
     if placed.mesh is None:
         return True
@@ -73,8 +73,8 @@ def stays_plain(variable, placed):
 
 
 def _redistributed(gradient, variable, mesh, placements):
-    # Slots that are split further take their part of the gradient only, by a
-    # reduce-scatter.
+    # If the slots are split further, a reduce-scatter gives each process only
+    # its slots' part of the gradient.
     slots = getattr(variable(), "_slot_layout", None)
     if slots is not None:
         placements = placement.as_placement(slots).placements

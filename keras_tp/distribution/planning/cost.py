@@ -1,7 +1,7 @@
 """Predicted bytes per device and predicted collectives.
 
-Sizes are kept as `coefficient * batch**b * length**l` bytes, so that a plan
-can be asked about any batch size and sequence length after it was made.
+Sizes have the form `coefficient * batch**b * length**l` bytes, so that one plan
+gives predictions for any batch size and sequence length.
 """
 
 import collections
@@ -9,7 +9,7 @@ import math
 
 from keras.src.utils.dtype_utils import dtype_size
 
-# Slots, each of the size of its variable, that Keras's optimizers keep.
+# Keras optimizer -> its number of slots, each of the size of its variable.
 SLOTS = {
     "adadelta": 2,
     "adagrad": 1,
@@ -24,7 +24,7 @@ SLOTS = {
     "sgd_momentum": 1,
 }
 
-# What a backward pass needs the inputs or the outputs of.
+# Operations whose inputs or outputs the backward pass needs.
 _KEEPS_INPUTS = {
     "Einsum",
     "Matmul",
@@ -62,8 +62,8 @@ class Size(collections.namedtuple("Size", ["coefficient", "batch", "length"])):
 def size_of(value, graph):
     """Returns the `Size` of a `Value`.
 
-    The sizes that stand for batch and length are primes that divide no other
-    dim, so that their powers can be read off the number of elements.
+    The placeholder sizes of batch and length are primes that divide no other
+    dim, so the number of elements gives their exponents.
     """
     elements = math.prod(value.shape)
     exponents = []
@@ -77,7 +77,7 @@ def size_of(value, graph):
 
 
 def item_bytes(dtype):
-    """Returns the bytes of one element; a boolean takes one."""
+    """Returns the bytes of one element: 1 for a boolean, 0 for a string."""
     if dtype == "string":
         # Strings stay on the host.
         return 0
@@ -85,19 +85,18 @@ def item_bytes(dtype):
 
 
 def kept_activations(graph, split_dim, count):
-    """Returns what the forward pass keeps for the backward pass.
+    """Estimates the bytes that the forward pass keeps for the backward pass.
 
-    An estimate: the activations that products, normalizations and nonlinear
-    functions need again, each once; a compiler may keep or recompute others.
+    Counts once each activation that the gradients of products, normalizations
+    and nonlinear functions need. A compiler may keep or recompute others.
 
     Args:
         graph: `Graph`.
-        split_dim: Function of a `Value`: the dim that is split, or `None`.
-        count: Int, number of devices that a split is over.
+        split_dim: Function of a `Value` that returns its split dim, or `None`.
+        count: Int, number of devices along the axis that splits variables.
 
     Returns:
-        List of `Size`, of the bytes on one device, one for each pair of
-        exponents.
+        List of `Size` in bytes on one device, one for each pair of exponents.
     """
     kept = {}
     for step in graph.steps:
@@ -111,7 +110,7 @@ def kept_activations(graph, split_dim, count):
             continue
         coefficient, *exponents = size_of(value, graph)
         if exponents[0] == 0:
-            # Without a batch it depends on no input.
+            # A value without a batch dim depends on no input.
             continue
         share = 1 if split_dim(value) is None else count
         total[tuple(exponents)] += coefficient // share

@@ -1,4 +1,4 @@
-"""The dims of a graph that are split together, and which never are."""
+"""Classes of dims that are split together, and dims that never are."""
 
 import collections
 
@@ -7,7 +7,7 @@ from keras_tp.distribution.planning.rules_math import IN_ATTENTION
 
 
 class Classes:
-    """Classes of dims for a number of devices.
+    """Groups the dims of a graph into classes that are split together.
 
     Args:
         graph: `Graph`.
@@ -16,13 +16,13 @@ class Classes:
     Attributes:
         dims: `Dims` of the graph.
         by_path: Dict of path to the `Value` of the variable, the first if
-            several have it.
-        members: Dict of class to a list of `(path, dim, blocks)`: what can be
-            split along with it.
-        frozen: Dict of path to why nothing of the variable is split: it holds
-            heads that do not divide.
+            several variables have this path.
+        members: Dict of class to a list of `(path, dim, blocks)`, the dims of
+            variables that are split with it.
+        frozen: Dict of path to the reason why no dim of the variable is split:
+            it has heads that do not divide by the devices.
         cost: Dict of class to the bytes that splitting it communicates.
-        is_paired: Set of the classes that a weight sums over.
+        is_paired: Set of the classes that an operation sums over.
     """
 
     def __init__(self, graph, count):
@@ -43,7 +43,7 @@ class Classes:
         self._find_costs()
 
     def _tie(self, a, b):
-        """Two variables of one path get one layout."""
+        """Gives two variables with the same path one layout."""
         if a is not b and a.shape == b.shape:
             for i in range(a.ndim):
                 self.dims.same(a, i, b, i)
@@ -52,11 +52,11 @@ class Classes:
             self.dims.keep_whole([a, b], why)
 
     def _resolve_factors(self):
-        """A dim made of two is split along its major factor.
+        """Splits a dim that is a product of two along the major factor.
 
-        If the devices are more, along that and part of the minor one: 2 heads
-        of keys by 4 groups of queries on 4 devices are split 2 by 2. The inside
-        of a head is no such part: it is kept whole.
+        If the devices outnumber the major factor, the minor one is split too:
+        2 KV heads by 4 query groups are split 2 by 2 on 4 devices. The inside
+        of a head is never split in this way.
         """
         dims, count = self.dims, self.count
         kept = {dims.find(node) for node in dims.whole}
@@ -87,12 +87,12 @@ class Classes:
             dims.whole.setdefault(major, f"{size} blocks of one dim")
 
     def _find_barred(self):
-        """Returns a dict of the class that cannot be split to the reason."""
+        """Returns a dict of each class that cannot be split to the reason."""
         dims = self.dims
         barred = {}
         for node, why in dims.whole.items():
             root = dims.find(node)
-            # The same reason whatever the order of the steps.
+            # The reason must not depend on the order of the steps.
             barred[root] = min(why, barred.get(root, why))
         coarse = collections.defaultdict(set)
         for node, size in self.composite.items():
@@ -114,7 +114,7 @@ class Classes:
         self._barred.setdefault(self.dims.find(node), why)
 
     def _join(self, a, b):
-        """Joins two classes of which none is barred."""
+        """Joins two classes that are not barred."""
         coarse = self.coarse.pop(self.dims.find(a), set())
         coarse |= self.coarse.pop(self.dims.find(b), set())
         self.dims.join(a, b)
@@ -122,7 +122,7 @@ class Classes:
             self.coarse[self.dims.find(a)] = coarse
 
     def _resolve_repeats(self):
-        """Heads of keys and values go with the queries', or stay whole."""
+        """Splits KV heads with the query heads, or keeps them whole."""
         dims = self.dims
         for few, sum_of_few in dims.repeats:
             many = sum_of_few.node
@@ -159,7 +159,7 @@ class Classes:
         self.head_classes = heads
 
     def _resolve_blocks(self):
-        """A dim of several blocks is split as they are, or stays whole."""
+        """Splits a dim of several blocks like its blocks, or keeps it whole."""
         dims = self.dims
         changed = True
         while changed:
@@ -200,7 +200,7 @@ class Classes:
         return f"several blocks: {reasons[0]}" if reasons else "blocks overlap"
 
     def class_of(self, node):
-        """Returns the class of a node and in how many blocks it is split."""
+        """Returns the class of a node and the number of its blocks."""
         root = self.dims.find(node)
         if root in self.blocked:
             part, count = self.blocked[root]
@@ -208,7 +208,7 @@ class Classes:
         return root, 1
 
     def _find_members(self):
-        """Notes which dims of which variables are in a class."""
+        """Lists the dims of variables that are in each class."""
         self.members = collections.defaultdict(list)
         self.frozen = {}
         for path, value in self.by_path.items():
@@ -223,7 +223,7 @@ class Classes:
                 elif (
                     value.ndim > 1 and self.dims.find(node) in self.head_classes
                 ):
-                    # Nothing else of heads that do not divide is cut.
+                    # A variable of heads that do not divide stays whole.
                     self.frozen.setdefault(path, f"heads: {why}")
 
     def _counts_heads(self, node):

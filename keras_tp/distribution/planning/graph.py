@@ -13,7 +13,7 @@ RESULT = "result"
 
 
 class Value:
-    """A symbolic tensor: a shape and a dtype, and where it comes from.
+    """A symbolic tensor: its shape, its dtype and its origin.
 
     Args:
         index: Int, its position in `Graph.values`.
@@ -48,15 +48,15 @@ class Value:
 
 
 class Step:
-    """One operation, or one layer that was not traced through (a leaf).
+    """One operation, or one leaf: a layer that is not traced through.
 
     Args:
         operation: The `keras.Operation` or `keras.Layer`.
         args: Structure, in which each tensor is a `Value`.
-        kwargs: Dict of the same.
+        kwargs: Dict, in which each tensor is a `Value`.
         outputs: List of `Value`.
         path: String, path of the innermost layer around it.
-        is_leaf: Boolean. Whether it is a layer.
+        is_leaf: Boolean. Whether the step is a layer.
         variables: List of `Value`, the variables of a leaf.
     """
 
@@ -96,11 +96,11 @@ class Graph:
         variables: List of `Value`s, one for each weight of the model, used or
             not, in the natural order of their paths. The order of
             `model.weights` differs from run to run.
-        derived: List of what LoRA and quantization add: a `Value`, for
-            each of its dims that of the kernel or `None`, and the kernel's
-            `Value`.
-        batch: Int, the size that stands for the batch.
-        length: Int, the size that stands for every other unknown dim.
+        derived: List of `(value, dims, kernel)` for each variable that LoRA
+            or quantization adds: its `Value`, the kernel's dim (or `None`) for
+            each of its dims, and the `Value` of the kernel.
+        batch: Int, placeholder size of the batch.
+        length: Int, placeholder size of other unknown dims.
         leaves: Dict of the path of each layer that could not be traced
             through to the reason.
     """
@@ -124,7 +124,7 @@ class Graph:
         return value
 
     def in_order_of_use(self):
-        """Returns `variables` as the steps use them first; unused ones last."""
+        """Returns `variables` in the order of first use; unused ones last."""
         first = {}
         for k, step in enumerate(self.steps):
             for value in (*step.inputs, *step.variables):
@@ -146,5 +146,5 @@ def natural(path):
 
 
 def values_in(structure):
-    """Returns the list of `Value`s in a structure of anything."""
+    """Returns the list of `Value`s in a structure."""
     return [v for v in tree.flatten(structure) if isinstance(v, Value)]

@@ -1,16 +1,16 @@
-"""What a model is called on, and the sizes that stand for unknown dims."""
+"""The inputs of a model, and placeholder sizes for unknown dims."""
 
 import inspect
 
 import keras
 from keras import tree
 
-# Spatial dims of images that a model leaves open: deep enough for strides.
+# Placeholder for unknown dims of images (rank 4 on): large enough for strides.
 IMAGE_SIZE = 64
 
 
 class NoPlanError(ValueError):
-    """Says why a model cannot be planned."""
+    """Raised if a model cannot be planned, with the reason."""
 
 
 def call_spec_of(model, given):
@@ -18,11 +18,11 @@ def call_spec_of(model, given):
 
     Args:
         model: Keras model (or layer).
-        given: Structure of shape tuples or `KerasTensor`s, the one argument of
-            the call; or `None`, for what the model knows of its inputs.
+        given: Structure of shape tuples or `KerasTensor`s, the only argument
+            of the call. `None` uses the inputs that the model knows.
 
     Raises:
-        NoPlanError: if nothing is given and the model knows nothing.
+        NoPlanError: if `given` is `None` and the inputs are not known.
     """
     if given is not None:
         spec = tree.map_shape_structure(_spec_of, _shapes_only(given))
@@ -39,16 +39,16 @@ def call_spec_of(model, given):
 
 
 def are_known(model):
-    """Returns whether a model knows what it is called on."""
+    """Returns whether a model knows its inputs."""
     return _known_call(model) is not None
 
 
 def note_call(model, call_spec):
-    """Notes the shapes and dtypes of a model's first call.
+    """Stores the shapes and dtypes of a model's first call.
 
     Args:
         model: Keras model.
-        call_spec: `CallSpec` of Keras. First dims are batches: any size.
+        call_spec: Keras's `CallSpec`. First dims, of batches, become unknown.
     """
     if "_noted_call" in vars(model):
         return
@@ -97,9 +97,9 @@ def _spec_of_batch(x):
 
 
 def dtype_of(x):
-    """Returns the dtype of an array or tensor; that of text is `"string"`."""
+    """Returns the dtype of an array or tensor; `"string"` for text."""
     if getattr(x.dtype, "kind", None) in ("O", "S", "U"):
-        # An array of numpy, whose dtype Keras has no name for.
+        # A numpy array of a dtype that Keras has no name for.
         return "string"
     return keras.backend.standardize_dtype(x.dtype)
 
@@ -110,7 +110,7 @@ class _Spec:
 
 
 def _shapes_only(given):
-    """KerasTensors in `map_shape_structure` are not shapes: wraps them."""
+    """Wraps `KerasTensor`s, which `map_shape_structure` does not expect."""
     return tree.map_structure(
         lambda x: _spec_of(x) if hasattr(x, "shape") else x, given
     )
@@ -126,7 +126,7 @@ def _spec_of(x):
 
 
 def narrow(spec, model):
-    """Fills in the sizes that only the model's own `input_spec` says.
+    """Sets the sizes that the model's own `input_spec` fixes.
 
     Args:
         spec: Structure of `_Spec`, changed in place.
@@ -144,7 +144,7 @@ def narrow(spec, model):
 
 
 def symbolic(spec, batch, length):
-    """Returns `KerasTensor`s in which the unknown dims have these sizes."""
+    """Returns `KerasTensor`s with placeholder sizes for unknown dims."""
 
     def one(x):
         if not isinstance(x, _Spec):
@@ -159,7 +159,7 @@ def symbolic(spec, batch, length):
 
 
 def standing_sizes(model, spec):
-    """Returns two primes that divide no dim of a variable or input."""
+    """Returns two primes that divide no dim; unchecked 61 and 67 at last."""
     taken = {size for variable in model.weights for size in variable.shape}
     for x in tree.flatten(spec):
         taken.update(size for size in getattr(x, "shape", ()) if size)

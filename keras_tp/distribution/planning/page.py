@@ -26,11 +26,11 @@ td.name { width: 22%; } td.shape { width: 26%; } td.size { width: 10%;
 
 
 def page(plan):
-    """Returns a plan as the text of an HTML page without any script.
+    """Returns a plan as the text of an HTML page without scripts.
 
-    The layers stand in the order of the forward pass, each with its variables
-    (the split dim in colour, the bytes on one device, the reason), and between
-    them the sums over the devices.
+    Layers are in the order of the forward pass. Each lists its variables: the
+    split dim in colour, the bytes on one device, and the reason. The sums over
+    the devices are between the layers.
 
     Args:
         plan: `ShardingPlan`.
@@ -73,14 +73,14 @@ def page(plan):
 
 
 def _in_order(plan):
-    """Yields layers with their variables and sums, and sums between them.
+    """Yields layers with their variables and sums, and sums between layers.
 
-    Both lists of a plan are in the order of the forward pass, and a layer with
-    both says where they meet. A sum without such a layer, of an operation
-    between layers or of a table that is used again, stands before the next.
+    Both lists of a plan are in the order of the forward pass. Layers that have
+    variables and sums align the two lists. Other sums, of an operation between
+    layers or of a table that is used again, come before the next such layer.
 
     Yields:
-        `(path, variables, sums)`; no variables for sums between layers.
+        `(path, variables, sums)`; `variables` is empty for sums between layers.
     """
     grouped = itertools.groupby(
         plan.variables, key=lambda row: row.path.rpartition("/")[0]

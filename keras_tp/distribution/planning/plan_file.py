@@ -1,4 +1,4 @@
-"""The text of a plan: each field is checked before a plan is made of it."""
+"""Reads and writes the text of a plan; checks each field on reading."""
 
 import hashlib
 import json
@@ -10,18 +10,18 @@ FORMAT_VERSION = 1
 
 DIGEST = "sha256"
 _MOST_DEVICES = 2**20
-# Of the batch or the sequence length, in the size of an activation.
+# Largest exponent of the batch or the sequence length in a size.
 _MOST_POWER = 16
 
 
 def read(text):
-    """Returns the fields of a plan, checked, without the digest.
+    """Returns the checked fields of a plan, without the digest.
 
     Args:
         text: String that `ShardingPlan.to_json` or `save` wrote.
 
     Raises:
-        ValueError: if the text is no plan, with the field.
+        ValueError: if the text is not a plan; the error names the field.
     """
     try:
         data = json.loads(

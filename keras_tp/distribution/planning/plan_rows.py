@@ -30,17 +30,17 @@ class PlannedVariable(
         trainable: Boolean.
         axes: Tuple with `None`, a mesh axis or a tuple of mesh axes for each
             dim: the logical layout.
-        blocks: Int. If more than 1, the split dim consists of so many blocks
-            and each device is to have a part of each. A Keras layout cannot
-            say so: the variable is replicated.
-        why: String.
-        obstacles: Tuple with a string for each dim: why the planner would not
-            split it, or an empty one.
+        blocks: Int. If more than 1, the split dim consists of this many blocks
+            and each device should hold a part of each block. A Keras layout
+            cannot express this, so the variable is replicated.
+        why: String, the reason for the layout.
+        obstacles: Tuple with a string for each dim: why the planner cannot
+            split it, or an empty string.
     """
 
     @property
     def layout_axes(self):
-        """The axes of the layout that is really used."""
+        """The axes of the layout that the variable gets."""
         return self.axes if self.blocks == 1 else (None,) * len(self.shape)
 
     @property
@@ -58,15 +58,15 @@ class PlannedReduction(
         "PlannedReduction", ["path", "operation", "backward", "terms", "size"]
     )
 ):
-    """A sum over the devices, once in every training step.
+    """A sum over the devices in every training step.
 
     Args:
         path: String, path of the layer that causes it.
         operation: String, name of the operation.
-        backward: Boolean. Whether a gradient is summed; it is not in a forward
-            pass then.
-        terms: Int, how many gradients are added up before they are summed.
-            XLA's pipeline for CPUs sums each of them over the devices.
+        backward: Boolean. Whether a gradient is summed. A forward pass alone
+            has no such sum.
+        terms: Int, number of gradients that are added up before the sum over
+            the devices. XLA on CPUs sums each of them over the devices.
         size: `Size` in bytes.
     """
 

@@ -1,4 +1,4 @@
-"""The graph of a model, a mesh and overrides, made into a plan."""
+"""Makes a plan from the graph of a model, a mesh and overrides."""
 
 import re
 
@@ -19,7 +19,7 @@ MODEL_AXIS = "model"
 
 
 def plan_graph(graph, device_mesh, overrides=None):
-    """Returns what a `ShardingPlan` is made of, beside its mesh, as a dict.
+    """Returns the arguments of a `ShardingPlan`, except its mesh, as a dict.
 
     Args:
         graph: `Graph`.
@@ -95,12 +95,12 @@ def batch_axis(device_mesh):
 
 
 def override_matches(pattern, path):
-    """Whether an override is for a path: equal, or a match of all of it."""
+    """Returns whether an override equals a path or matches all of it."""
     return pattern == path or re.fullmatch(pattern, path) is not None
 
 
 def _resolve_overrides(graph, device_mesh, overrides):
-    """Returns a dict of path to axes; every override holds somewhere."""
+    """Returns a dict of path to axes; raises if an override has no match."""
     found = {}
     for pattern, axes in overrides.items():
         axes = as_layout(axes, f"overrides[{pattern!r}]").axes

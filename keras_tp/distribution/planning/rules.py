@@ -1,8 +1,8 @@
-"""Which dims of an operation are split together, and what that costs.
+"""Rules: which dims of an operation are split together, and what that costs.
 
-A rule is a function of `dims` and `step`. It tells a `Dims` what the operation
-does to the dims of its inputs and outputs; it knows nothing of meshes or of
-the model. The rules themselves are in `rules_*.py`.
+A rule is a function of `dims` and `step`. It records in a `Dims` how the
+operation relates the dims of its inputs and outputs. It does not depend on the
+mesh or the model. The rules themselves are in `rules_*.py`.
 """
 
 import math
@@ -15,10 +15,10 @@ _RULES = {}
 
 
 def register_rule(cls):
-    """Teaches the planner an operation or a layer that it does not know.
+    """Registers a planning rule for an operation or a layer.
 
-    A layer that has a rule is not traced through: the rule says all that there
-    is to know about it. Register it before the plan is made.
+    The planner does not trace through a layer with a rule: the rule describes
+    the whole layer. Register it before the plan is made.
 
     Example:
 
@@ -27,22 +27,21 @@ def register_rule(cls):
     def scale(dims, step):
         x, output = step.inputs[0], step.outputs[0]
         dims.elementwise([x], output)
-        # The variable lies along the last dim of the input.
+        # The variable is split with the last dim of the output.
         dims.same(step.variables[0], 0, output, -1)
     ```
 
     Args:
-        cls: Class, a subclass of `keras.Layer` or `keras.Operation`. Its
-            subclasses are not meant.
+        cls: Class, a subclass of `keras.Layer` or `keras.Operation`. The rule
+            does not apply to its subclasses.
 
     Returns:
-        A decorator for a function of a `Dims` and a `Step`: of the step,
-        `inputs`, `outputs` and `variables` (those of a layer) are lists of
-        symbolic tensors with a `shape`, and `operation` is the layer or
-        operation itself.
+        A decorator for a function of a `Dims` and a `Step`. The `inputs`,
+        `outputs` and `variables` (of a layer) of a step are lists of symbolic
+        tensors with a `shape`; its `operation` is the layer or operation.
 
     Raises:
-        ValueError: if `cls` is no such class.
+        ValueError: if `cls` is not such a class.
     """
     if not isinstance(cls, type) or not issubclass(cls, Operation):
         raise ValueError(
@@ -58,12 +57,12 @@ def register_rule(cls):
 
 
 def rule(*names):
-    """Registers a rule for Keras's operations of these class names."""
+    """Registers a rule for Keras operations with these class names."""
     return _register_names(False, names)
 
 
 def leaf_rule(*names):
-    """Registers a rule for layers, of these class names, that are leaves."""
+    """Registers a rule for leaves: layers with these class names."""
     return _register_names(True, names)
 
 
@@ -76,8 +75,8 @@ def _register_names(is_leaf, names):
     return register
 
 
-# Layers whose `call` runs on symbolic tensors on some backends only, or does
-# not on any: leaves everywhere, so that plans are the same everywhere.
+# Layers whose `call` runs on symbolic tensors on some backends or on none. They
+# are leaves on every backend, so that plans do not depend on the backend.
 LEAVES = {
     "RNN",
     "LSTM",
@@ -96,10 +95,10 @@ _CONVOLUTIONS = ("Conv1D", "Conv2D", "Conv3D")
 
 
 def is_leaf(layer):
-    """Whether a layer is never traced through."""
+    """Returns whether a layer is never traced through."""
     name = type(layer).__name__
     if name in _CONVOLUTIONS:
-        # Grouped, they call the backend's own convolution.
+        # Grouped convolutions call the backend's function directly.
         return layer.groups > 1
     return name in LEAVES or (True, type(layer)) in _RULES
 
@@ -112,13 +111,13 @@ def rule_for(step):
 
 
 class Partial:
-    """Splitting a dim makes a tensor a sum of the devices' parts.
+    """A tensor that splitting a dim turns into a partial sum per device.
 
     Args:
-        node: Pair of ints, index of a value and dim.
+        node: Pair of ints, the index of a value and its dim that is split.
         tensor: `Value` that has to be summed over the devices.
-        backward: Boolean. Whether it is the gradient of the tensor.
-        step: `Step` that does it.
+        backward: Boolean. Whether the gradient of `tensor` is summed instead.
+        step: `Step` that causes the sum.
     """
 
     def __init__(self, node, tensor, backward, step):
@@ -129,10 +128,10 @@ class Partial:
 
 
 class Dims:
-    """What is known about the dims of all tensors of a graph.
+    """Collects the relations between the dims of all tensors of a graph.
 
-    A rule calls its methods. Dims may be given as negative numbers. Dims of
-    size 1 are never split, and whatever is said of them is ignored.
+    A rule calls its methods. Dims may be negative, except in `reshaped`. Dims
+    of size 1 are never split: `same`, `keep` and `partial` ignore them.
 
     Args:
         graph: `Graph`.
@@ -141,12 +140,11 @@ class Dims:
         whole: Dict of node (index of a value, dim) to why it is not split.
         partials: List of `Partial`.
         heads: Set of nodes that count attention heads.
-        repeats: List of pairs of a node and a `Partial`: the heads of keys or
-            values, and what splitting the heads of the queries that they are
-            repeated for makes of them, if they stay whole.
+        repeats: List of pairs of a node and a `Partial`: the KV heads, and
+            the sum that splitting the query heads causes if they stay whole.
         factors: List of `(flat, major, minor)` nodes of a reshape.
-        blocks: List of `(fused, part, count, where)`: a dim that consists of
-            `count` blocks of the dim `part`, one after the other.
+        blocks: List of `(fused, part, count, is_split)`: the dim `fused`
+            consists of `count` blocks of the dim `part`; see `block`.
     """
 
     def __init__(self, graph):
@@ -157,11 +155,12 @@ class Dims:
         self.repeats = []
         self.factors = []
         self.blocks = []
-        # Values computed from weights alone, and attention's probabilities.
+        # Indices of values computed from weights alone.
         self.weights = set()
         self._add_weights(
             v for v in graph.values if v.kind in ("variable", "constant")
         )
+        # Indices of attention probabilities.
         self.probabilities = set()
         self.unknown = {}
         self._parent = {}
@@ -171,7 +170,7 @@ class Dims:
         self.keep_whole(graph.inputs, "data")
         used = {id(v) for s in graph.steps for v in s.inputs + s.variables}
         for value, kernel_dims, kernel in graph.derived:
-            # Scales are not in the trace, which computes as if with floats.
+            # The trace computes as if unquantized, without scales.
             used.add(id(value))
             for i, dim in enumerate(kernel_dims):
                 if dim is None:
@@ -202,7 +201,7 @@ class Dims:
         """Dim `i` is never split."""
         if value.shape[i] > 1:
             node = (value.index, i % value.ndim)
-            # The same reason whatever the order of the steps.
+            # The reason must not depend on the order of the steps.
             self.whole[node] = min(why, self.whole.get(node, why))
 
     def keep_whole(self, values, why):
@@ -218,18 +217,19 @@ class Dims:
             value: `Value`.
             i: Int, its dim.
             tensor: `Value` that is summed over the devices (an all-reduce).
-            backward: Boolean. Whether it is the gradient of `tensor` that is.
+            backward: Boolean. Whether the gradient of `tensor` is summed
+                instead. Defaults to `False`.
         """
         if value.shape[i] > 1:
             node = (value.index, i % value.ndim)
             self.partials.append(Partial(node, tensor, backward, self._step))
 
     def head(self, value, i):
-        """Dim `i` counts attention heads: below it nothing is ever cut."""
+        """Dim `i` counts heads; if it is barred, their variables stay whole."""
         self.heads.add((value.index, i % value.ndim))
 
     def repeated(self, few, i, many, j):
-        """The heads along dim `i` of `few` are repeated for those of `many`."""
+        """The heads of dim `i` of `few` are repeated to dim `j` of `many`."""
         node = (many.index, j % many.ndim)
         sum_of_few = Partial(node, few, True, self._step)
         if few.shape[i] > 1:
@@ -244,7 +244,7 @@ class Dims:
         )
 
     def block(self, fused, i, part, j, count, is_split):
-        """Dim `i` of `fused` is `count` blocks, one after the other.
+        """Dim `i` of `fused` consists of `count` blocks, one after the other.
 
         Args:
             fused: `Value`.
@@ -252,8 +252,8 @@ class Dims:
             part: `Value` with one of the blocks.
             j: Int, its dim.
             count: Int.
-            is_split: Boolean. Whether `part` was made from `fused`; if not,
-                `fused` was made from the parts.
+            is_split: Boolean. Whether the operation splits `fused` into parts;
+                if not, it joins parts to `fused`.
         """
         self.blocks.append(
             (
@@ -265,14 +265,14 @@ class Dims:
         )
 
     def is_weight(self, value):
-        """Whether a value depends on weights and constants alone."""
+        """Returns whether a value depends on weights and constants alone."""
         return value.index in self.weights
 
     def size(self, node):
         return self.graph.values[node[0]].shape[node[1]]
 
     def find(self, node):
-        """Returns the node that stands for the class of a node."""
+        """Returns the node that represents the class of a node."""
         parent = self._parent
         root = node
         while parent.get(root, root) != root:
@@ -283,11 +283,11 @@ class Dims:
 
     def join(self, a, b):
         a, b = self.find(a), self.find(b)
-        # The smaller one, so that the result does not depend on any order.
+        # The smaller node: the result must not depend on the order.
         self._parent[max(a, b)] = min(a, b)
 
     def _add_weights(self, values):
-        """Learned queries, of each example, are as any activation."""
+        """Adds values without a batch dim; learned queries may gain one."""
         self.weights.update(
             v.index for v in values if self.graph.batch not in v.shape
         )

@@ -7,7 +7,7 @@ from keras_tp.distribution.planning.rules import leaf_rule
 from keras_tp.distribution.planning.rules import rule
 
 _GREEK = "αβγδεζηθ"
-# One text for all forms of attention: backends differ in which one they use.
+# One reason for all forms of attention, because backends use different forms.
 IN_ATTENTION = "inside of an attention head, or positions"
 
 
@@ -37,7 +37,7 @@ def elementwise(dims, step):
 
 
 def contraction(dims, step, terms, out):
-    """Sums products over the letters that the output does not have.
+    """Adds the relations of a product, summed over letters not in the output.
 
     Args:
         dims: `Dims`.
@@ -61,10 +61,10 @@ def contraction(dims, step, terms, out):
         if letter not in out and activations:
             dims.partial(*nodes[0], output)
         elif letter not in out:
-            # The rank of LoRA: the sum would be as large as the kernel.
+            # The rank of LoRA: the all-reduce would be as large as the kernel.
             dims.keep(*nodes[0], "summed over in a product of weights")
-    # One operand split over dims of its own, each device has a part of the
-    # gradient of the other. (LoRA's are two weights.)
+    # If an operand is split along a dim that the other lacks, each device has a
+    # partial sum of the other's gradient. (LoRA multiplies two weights.)
     for x, letters in activations or terms:
         for other, other_letters in terms:
             for i, letter in enumerate(other_letters):
@@ -73,7 +73,7 @@ def contraction(dims, step, terms, out):
 
 
 def _attention(dims, activations, out, where):
-    """Two activations that each have dims of their own: scores, or values."""
+    """Keeps all but heads whole, if two activations make scores or values."""
     free = [set(letters) & set(out) for _, letters in activations]
     if not (free[0] - free[1] and free[1] - free[0]):
         return

@@ -68,7 +68,7 @@ def convolution(dims, step):
     channels = _channels(step, x)
     _keep_windows(dims, step, x, output, [kernel])
     dims.same(x, 0, output, 0)
-    # A transposed convolution keeps its output channels before the inputs'.
+    # A transposed convolution's kernel has its output channels first.
     i, o = (-2, -1) if step.kind == "Conv" else (-1, -2)
     if kernel.shape[i] == x.shape[channels]:
         _mix(dims, x, channels, kernel, i, o, output)
@@ -105,7 +105,7 @@ def depthwise_convolution(dims, step):
 
 @leaf_rule("Conv1D", "Conv2D", "Conv3D")
 def grouped_convolution(dims, step):
-    """Grouped convolutions call the backend's own from within the layer."""
+    """Splits a convolution with one channel per group; others stay whole."""
     x, output = step.inputs[0], step.outputs[0]
     kernel, *bias = step.variables
     channels = _channels(step, x)
@@ -139,7 +139,7 @@ def pooling(dims, step):
 
 @leaf_rule("LSTM", "GRU", "SimpleRNN")
 def recurrent(dims, step):
-    """Only the input of the cell: all else is in every step of the loop."""
+    """Splits the input features only: every time step needs all the rest."""
     x, kernel = step.inputs[0], step.variables[0]
     why = "recurrent: the gates of a unit need all units at every time step"
     dims.same(x, -1, kernel, 0)

@@ -1,4 +1,4 @@
-"""Rules for operations that move, cut or join what is there."""
+"""Rules for operations that move, cut or join tensors."""
 
 import math
 
@@ -7,7 +7,7 @@ from keras_tp.distribution.planning.graph import values_in
 from keras_tp.distribution.planning.rules import rule
 from keras_tp.distribution.planning.rules_math import axes_of
 
-# A table of fewer, as of segments, saves nothing to speak of.
+# Splitting a table with fewer rows, such as of segments, saves very little.
 FEW_ROWS = 16
 
 
@@ -43,7 +43,7 @@ def expand_or_squeeze(dims, step):
 def reshape(dims, step):
     x, output = step.inputs[0], step.outputs[0]
     if math.prod(x.shape) != math.prod(output.shape):
-        # Without elements: a dim of size 0 is noted as one of size 1.
+        # An empty tensor: the trace records a dim of size 0 as 1.
         return
     if x.index in dims.probabilities:
         dims.probabilities.add(output.index)
@@ -73,7 +73,7 @@ def _factors(dims, flat, i, parts, factors):
 
 
 def _groups(before, after):
-    """Yields the dims, other than 1, with the same product on both sides."""
+    """Yields pairs of groups of dims with equal products, without size 1."""
     i = j = 0
     while i < len(before) and j < len(after):
         first_i, first_j = i, j

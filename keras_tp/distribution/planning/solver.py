@@ -1,10 +1,10 @@
 """Chooses, for each variable of a graph, the dim that is split.
 
 Dims that have to be split together form a class. A class is barred if one of
-its dims is kept whole or does not divide. Of the others, those that cost the
-fewest bytes of communication for each byte of parameters that they save are
-taken first, so that the pairs of a column and a row split (Megatron-LM,
-Shoeybi et al. 2019, section 3) come out without anything being named.
+its dims is kept whole or does not divide. The solver takes the other classes in
+order of cost: bytes of communication for each byte of parameters saved. This
+order finds the pairs of a column and a row split (Megatron-LM, Shoeybi et al.
+2019, section 3) without names of layers.
 """
 
 import collections
@@ -12,31 +12,32 @@ import math
 
 from keras_tp.distribution.planning.dim_groups import Classes
 
-# A split whose outputs no other weight takes in has to save this share of all
-# parameters: it costs a gather or an unbalanced end of the model. In a deep
-# model no layer is that large: then this share of the largest variable will do.
+# A split that no later operation sums over costs a gather, or splits outputs of
+# the model. So it has to save this share of all parameters. In a deep model no
+# layer is that large; there, this share of the largest variable is enough.
 LONE_SHARE = 0.01
 LONE_SHARE_OF_LARGEST = 0.5
 COLUMN = "column: the gradient of its input is summed"
-# Why a fused projection is whole, and what would be split.
+# Why a fused projection is whole, and how it could be split.
 IN_BLOCKS = "{} blocks in one dim, which no Keras layout can say"
 INSTEAD = "; give them a dim of their own, or let each head have its blocks"
-# A class is left alone once most of its parameters are split otherwise.
+# A class is skipped if less than this share of its bytes is still free.
 BROKEN_SHARE = 0.5
 
 
 class Choice(
     collections.namedtuple("Choice", ["dim", "blocks", "why", "obstacles"])
 ):
-    """What becomes of one variable.
+    """How one variable is split, and why.
 
     Args:
         dim: Int, the dim that is split, or `None`.
-        blocks: Int. In more than one block, each device holds a part of each:
-            3 for a projection to queries, keys and values in one.
-        why: String.
+        blocks: Int, number of blocks in the split dim, such as 3 for a fused
+            projection to queries, keys and values. Each device should hold a
+            part of each block.
+        why: String, the reason for the choice.
         obstacles: List with a string for each dim: why it cannot be split, or
-            an empty one.
+            an empty string.
     """
 
 
@@ -48,12 +49,12 @@ class Reduction(
     """A sum over the devices that splitting causes.
 
     Args:
-        tensor: `Value` that, or whose gradient, is summed.
-        backward: Boolean. Whether it is the gradient.
+        tensor: `Value` that is summed, or whose gradient is.
+        backward: Boolean. Whether the gradient is summed.
         path: String, path of the layer that causes it.
         kind: String, name of the operation that causes it.
-        terms: Int, how many gradients are added up before they are summed over
-            the devices, such as those of queries, keys and values.
+        terms: Int, number of gradients that are added up before the sum over
+            the devices, such as 3 for queries, keys and values.
     """
 
 
@@ -64,10 +65,9 @@ class Solution:
         choices: Dict of variable path to `Choice`.
         reductions: List of `Reduction`, in the order of the steps that cause
             them.
-        split_dim: Function of a `Value`: the dim of it that is split, or
-            `None`.
-        unknown: Dict of each kind of step that has no rule to the path of the
-            first.
+        split_dim: Function of a `Value` that returns its split dim, or `None`.
+        unknown: Dict of each kind of step without a rule to the path of its
+            first layer.
     """
 
     def __init__(self, choices, reductions, split_dim, unknown):
@@ -83,8 +83,8 @@ def solve(graph, count, forced=None):
     Args:
         graph: `Graph`.
         count: Int, number of devices along the axis that splits variables.
-        forced: Dict of path to a dim that is split, or to `None` for a
-            variable that is not.
+        forced: Dict of path to the dim to split, or to `None` for a variable
+            that stays whole. Defaults to `None`.
 
     Returns:
         A `Solution`.
@@ -93,7 +93,7 @@ def solve(graph, count, forced=None):
 
 
 class _Planner(Classes):
-    """Takes classes, and tells what becomes of each variable."""
+    """Selects the classes to split, and makes a `Choice` per variable."""
 
     def __init__(self, graph, count, forced):
         super().__init__(graph, count)
@@ -119,7 +119,7 @@ class _Planner(Classes):
         )
 
     def _free_members(self, root):
-        """Returns the members of a class that are not split otherwise."""
+        """Returns the members of a class that no other choice has fixed."""
         found = {}
         for path, i, blocks in self.members[root]:
             if (
@@ -132,7 +132,7 @@ class _Planner(Classes):
         return {p: v for p, v in found.items() if self._may_go(p, root, found)}
 
     def _may_go(self, path, root, free):
-        """Whether the kernel that a variable follows, if any, is split too."""
+        """Returns `False` if a variable follows a kernel that stays whole."""
         kernel = self._kernels.get(path)
         if kernel is None or kernel.path in free:
             return True
@@ -200,10 +200,10 @@ class _Planner(Classes):
         return (is_fused, lone, ratio, first, dims), free, saved
 
     def _plan_in_blocks(self, root, free):
-        """Notes how a class would be split that no layout can split.
+        """Notes a class that no layout can split, as it has fused dims.
 
-        All of it is whole: were the others split, what is between them and the
-        fused variables would be shuffled over the devices.
+        The whole class is replicated. If its other variables were split, the
+        activations between them and the fused ones would be redistributed.
         """
         fused = {path: v for path, v in free.items() if v[1] > 1}
         self.in_blocks.update(fused)
@@ -237,7 +237,7 @@ class _Planner(Classes):
         return self._uses.get((value.index, root), "with the dims it meets")
 
     def _find_uses(self):
-        """Returns a dict of (variable, class) to what a split of it does."""
+        """Returns a dict of (variable, class) to the effect of its split."""
         uses = {}
         for partial in self.dims.partials:
             if all(map(self.dims.is_weight, partial.step.inputs)):
@@ -256,7 +256,7 @@ class _Planner(Classes):
         return uses
 
     def _source(self, value):
-        """Index of the variable that a value is a cast or a part of."""
+        """Returns the index of a value's variable, through casts and slices."""
         return self._sources.get(value.index, value.index)
 
     def _why_whole(self, path, value, obstacles):
@@ -286,7 +286,7 @@ class _Planner(Classes):
         return None
 
     def _reductions(self):
-        """Sums over the devices; those of gradients where one is needed."""
+        """Returns the sums over the devices; of gradients, the needed ones."""
         needs_gradient = self._needs_gradient()
         found = collections.defaultdict(list)
         for k, partial in enumerate(self.dims.partials):
@@ -296,7 +296,7 @@ class _Planner(Classes):
             if not partial.backward:
                 found[k].append(partial)
             elif partial.tensor.index in needs_gradient:
-                # The gradients of one tensor are added up, then summed.
+                # The gradients of a tensor are added up before the all-reduce.
                 found["gradient", partial.tensor.index].append(partial)
         position = {id(step): k for k, step in enumerate(self.graph.steps)}
         causes = []
@@ -313,7 +313,7 @@ class _Planner(Classes):
         return [r for _, r in sorted(causes, key=lambda cause: cause[0])]
 
     def _needs_gradient(self):
-        """Indices of the values that depend on a trainable variable."""
+        """Returns the indices of values that need a gradient."""
         found = {v.index for v in self.graph.variables if v.trainable}
         for step in self.graph.steps:
             around = [*step.inputs, *step.variables]

@@ -1,7 +1,7 @@
-"""What of Keras takes symbolic tensors only while a model is traced.
+"""Replaces Keras methods while a model is traced on symbolic tensors.
 
-Each row is a method that fails on a `KerasTensor`, or does not come to a
-Keras operation, although what it computes is a matter of Keras operations.
+Each row is a method that fails on a `KerasTensor`, or that does not call the
+Keras operations that could compute its result.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from keras.src.ops.numpy import GetItem
 from keras.src.ops.numpy import Ndim
 from keras.src.utils.backend_utils import DynamicBackend
 
-# How a framework turns a KerasTensor into a tensor of its own: without these
+# Methods by which a framework converts a `KerasTensor`. Without them,
 # `constant * KerasTensor` reaches `KerasTensor.__rmul__`.
 _CONVERSIONS = ("__jax_array__", "__array__", "__tf_tensor__")
 
 
 @contextlib.contextmanager
 def replaced():
-    """Puts the replacements in place for a while."""
+    """Returns a context in which the replacements are in place."""
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in _REPLACED:
             stack.callback(setattr, owner, name, vars(owner)[name])
@@ -37,28 +37,28 @@ def replaced():
 
 
 def _operation_of_backend(dynamic, name):
-    """What a preprocessing layer finds in its `backend`: Keras's operation.
+    """Returns the Keras operation for an attribute of a layer's `backend`.
 
-    It takes functions and modules of the backend itself, so that it can be
-    part of a pipeline of data.
+    Preprocessing layers call functions of a backend directly, so that they can
+    run in a data pipeline.
     """
     found = getattr(ops, name, None)
     return found or _backend_attribute(dynamic, name)
 
 
 def _branch(cond, pred, true_fn, false_fn):
-    """What `Cond` does whose predicate is known: one of the two."""
+    """Runs one branch of a `Cond`: its predicate is known."""
     return true_fn() if pred else false_fn()
 
 
 def _shape_of_item(get_item, x, key):
-    """Keras takes no symbolic `x[1:]`, only `x[1:,]`, which is the same."""
+    """Accepts `x[1:]`; Keras accepts only the equal `x[1:,]` if symbolic."""
     key = key if isinstance(key, (int, tuple, list)) else (key,)
     return _shape_of_items(get_item, x, key)
 
 
 def _shape_of_product(einsum, *operands):
-    """Keras takes no symbolic einsum with capital letters."""
+    """Accepts capital letters, which Keras's symbolic einsum does not."""
     letters = sorted(set(re.findall("[a-zA-Z]", einsum.subscripts)))
     small = str.maketrans(dict(zip(letters, string.ascii_lowercase)))
     alike = Einsum(einsum.subscripts.translate(small))
@@ -66,14 +66,14 @@ def _shape_of_product(einsum, *operands):
 
 
 def _rank(ndim, x):
-    """The rank of a symbolic tensor is a number; Keras makes a tensor of it."""
+    """Returns the rank as an int, not as a tensor as Keras does."""
     return len(x.shape)
 
 
 _backend_attribute = DynamicBackend.__getattr__
 _shape_of_items = GetItem.compute_output_spec
 _shape_of_small_letters = Einsum.compute_output_spec
-# Methods that are others meanwhile.
+# Owner, method and replacement.
 _REPLACED = (
     (DynamicBackend, "__getattr__", _operation_of_backend),
     (Cond, "call", _branch),

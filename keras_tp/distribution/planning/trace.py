@@ -1,7 +1,7 @@
-"""Runs a model on symbolic tensors and notes the operations it consists of.
+"""Runs a model on symbolic tensors and records its operations.
 
-The model's `call` runs on `KerasTensor`s all the way down, so that what is
-noted are Keras operations on every backend. No variable needs a value.
+The `call` of every layer runs on `KerasTensor`s, so the trace consists of Keras
+operations on every backend. No variable needs a value.
 """
 
 import contextlib
@@ -35,16 +35,16 @@ _TRACKING = (
     "_self_unconditional_checkpoint_dependencies",
     "_self_unconditional_dependency_names",
 )
-# How the lines begin that Keras puts before the error of a layer.
+# Prefixes of the lines that Keras puts before the error of a layer.
 _LINES_OF_KERAS = ("Exception encountered", "Could not automatically infer")
 
 
 def trace(model, input_spec=None):
     """Returns the `Graph` of a model's forward pass.
 
-    Unknown dims get sizes that divide no dim of any variable: the batch is
-    `graph.batch`, all others `graph.length`, so that both can be recognized
-    in the size of a result.
+    Unknown dims get placeholder sizes. The batch is `graph.batch`, dims of
+    images are `IMAGE_SIZE`, others are `graph.length`. The first and the last
+    are primes that divide no known dim, so a result's size shows both.
 
     Args:
         model: Keras model (or layer); built, or called symbolically here.
@@ -55,8 +55,8 @@ def trace(model, input_spec=None):
         A `Graph`. Layers that cannot be traced through are leaves of it.
 
     Raises:
-        NoPlanError: if the model's inputs are not known, or it cannot be
-            called on symbolic ones.
+        NoPlanError: if the model's inputs are not known, or the model cannot
+            be called on symbolic inputs.
     """
     with no_trace_left(), keras.StatelessScope(initialize_variables=False):
         spec = inputs_lib.call_spec_of(model, input_spec)
@@ -83,10 +83,10 @@ def trace(model, input_spec=None):
 
 
 def trace_build(build_fn, input_spec=None):
-    """Builds a model without weights, traces it and forgets it.
+    """Builds a model without weights, traces it and discards it.
 
     Args:
-        build_fn: Callable that takes nothing and returns a model.
+        build_fn: Callable without arguments that returns a model.
         input_spec: As for `trace`.
 
     Returns:
@@ -97,8 +97,8 @@ def trace_build(build_fn, input_spec=None):
         scope = keras.StatelessScope(initialize_variables=False)
         stack.enter_context(scope)
         stack.enter_context(_initial_values_put_off())
-        # On torch a model that is quantized looks for its parameters anew;
-        # here it has none.
+        # On torch, quantization collects the parameters of a layer again. Here
+        # a layer has none.
         if hasattr(Layer, "_track_variables"):
             Layer._track_variables = lambda layer: None
             stack.callback(delattr, Layer, "_track_variables")
@@ -107,9 +107,9 @@ def trace_build(build_fn, input_spec=None):
 
 @contextlib.contextmanager
 def _initial_values_put_off():
-    """Variables made from a value, such as an optimizer's, are let pass.
+    """Allows variables that are made from a value, such as an optimizer's.
 
-    In a stateless scope Keras takes initializers only.
+    In a stateless scope, Keras accepts only initializers.
     """
     original = KerasVariable.__init__
 
@@ -131,7 +131,7 @@ def _initial_values_put_off():
 
 @contextlib.contextmanager
 def no_trace_left():
-    """Keeps global state and random state; no distribution is set inside."""
+    """Restores global and random state; inside, no distribution is set."""
     tracker = global_state.GLOBAL_STATE_TRACKER
     settings = global_state.GLOBAL_SETTINGS_TRACKER
     state = {key: _copied(value) for key, value in vars(tracker).items()}
@@ -140,7 +140,7 @@ def no_trace_left():
     try:
         yield
     finally:
-        # `clear_session` makes new ones.
+        # `clear_session` replaces the trackers.
         global_state.GLOBAL_STATE_TRACKER = tracker
         global_state.GLOBAL_SETTINGS_TRACKER = settings
         vars(tracker).clear()
@@ -154,7 +154,7 @@ def _copied(value):
 
 
 class _SymbolicVariable(keras.KerasTensor):
-    """Stands for a variable while its value is nobody's business."""
+    """Stands for a variable during a trace; it has no value."""
 
     def __init__(self, variable):
         super().__init__(variable.shape, variable._dtype, name=variable.name)
@@ -177,7 +177,7 @@ class _SymbolicVariable(keras.KerasTensor):
 
 
 class _Tracer:
-    """Fills a graph with what one symbolic call of a model does."""
+    """Fills a graph with the operations of one symbolic call of a model."""
 
     def __init__(self, graph, model):
         self.graph = graph
@@ -185,7 +185,7 @@ class _Tracer:
         self.around = []
         self.symbols = {}
         self.value_of = {}
-        # An id is that of its object only as long as the object lives.
+        # Keeps tensors alive: an id is unique only among live objects.
         self.kept = []
         values = {id(v): self.value(v) for v in model.weights}.values()
         graph.variables = sorted(
@@ -218,7 +218,7 @@ class _Tracer:
         return {"training": False} if takes else {}
 
     def value(self, tensor, kind=graph_lib.RESULT):
-        """Returns the `Value` of a tensor or variable; a new one if need be."""
+        """Returns the `Value` of a tensor or variable; creates missing ones."""
         if isinstance(tensor, _SymbolicVariable):
             tensor = tensor.variable
         value = self.value_of.get(id(tensor))
@@ -244,7 +244,7 @@ class _Tracer:
         return value
 
     def path(self):
-        """Path of the innermost layer; of one never built, its name."""
+        """Returns the path of the innermost layer; its name if unbuilt."""
         if not self.around:
             return ""
         *outer, layer = self.around
@@ -276,7 +276,7 @@ class _Tracer:
         return self.value(x) if is_tensor else x
 
     def call_layer(self, layer, *args, **kwargs):
-        """What `Layer.symbolic_call` is meanwhile: goes into the layer."""
+        """Replaces `Layer.symbolic_call`: enters a layer, or records a leaf."""
         self.around.append(layer)
         steps, leaves = len(self.graph.steps), dict(self.graph.leaves)
         failure = _Failure()
@@ -295,7 +295,7 @@ class _Tracer:
             self.around.pop()
 
     def call_operation(self, operation, *args, **kwargs):
-        """What `Operation.symbolic_call` is meanwhile."""
+        """Replaces `Operation.symbolic_call`: records the operation."""
         outputs = operation.compute_output_spec(*args, **kwargs)
         if not isinstance(outputs, int):
             self.record(operation, args, kwargs, outputs)
@@ -364,7 +364,7 @@ class _Tracer:
 
     @contextlib.contextmanager
     def real_variables(self, layer):
-        """Puts the variables of a leaf back for a while."""
+        """Returns a context in which a leaf has its real variables."""
         pairs = [
             self.swapped[id(part)]
             for part in layer._flatten_layers(include_self=True)
@@ -380,10 +380,10 @@ class _Tracer:
 
 
 class _Failure:
-    """Keeps what a layer's `call` raises, of whatever type.
+    """Catches any exception that a layer's `call` raises.
 
-    The layer's author may raise anything: a framework's own errors, when it
-    is called directly on a symbolic tensor, have no common base.
+    A layer may raise anything, and the errors of a framework that is called on
+    a symbolic tensor have no common base class.
     """
 
     text = ""
@@ -402,16 +402,16 @@ class _Failure:
 
 
 def _reason(error):
-    """Returns the line of an error that says what its author wrote."""
+    """Returns the type of an error and the first line that is not Keras's."""
     text = re.sub("\x1b\\[[0-9]*m", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    # Keras puts lines in front, and the arguments of the call below.
+    # Keras adds lines above, and the arguments of the call below.
     own = [line for line in lines if not line.startswith(_LINES_OF_KERAS)]
     return f"{type(error).__name__}: {(own or lines or [''])[0]}"
 
 
 def _output_spec(layer, args, kwargs):
-    """As Keras does; `training` is that of the model, given to all layers."""
+    """Calls `compute_output_spec` like Keras: `training` only if accepted."""
     takes = inspect.signature(layer.compute_output_spec).parameters.values()
     if not any(p.name == "training" or p.kind == p.VAR_KEYWORD for p in takes):
         kwargs = {k: v for k, v in kwargs.items() if k != "training"}

@@ -1,7 +1,7 @@
 """Convolutions and poolings on a mesh.
 
-DTensor's own want whole channels, so those whose channels may be split are
-made of `windows`.
+DTensor's own need whole channels. If the channels may be split, they are built
+from `sliding_windows`.
 """
 
 import functools
@@ -26,9 +26,8 @@ def _is_tensor(x):
 def batch_parallel(original, *args, **kwargs):
     """Runs an operation on whole features; only the batch may be split.
 
-    What is split is gathered for the operation (weights too, which are
-    gathered as they are used and stay split where they are stored), and its
-    gradients come back the same way.
+    Other split dims are gathered for the operation, and their gradients are
+    split again. Weights are gathered too, but they are stored split.
     """
     mesh, axis = placement.current_mesh(), placement.batch_axis()
     first = True
@@ -43,7 +42,7 @@ def batch_parallel(original, *args, **kwargs):
             first = False
         placed.append(x)
     outputs = original(*placed, **kwargs)
-    # The gradient arrives in this layout too.
+    # The gradient of the outputs gets this layout too.
     return dtensor.relayout(
         outputs, boundary.batch_layout(outputs.shape, mesh, axis)
     )
@@ -53,12 +52,12 @@ def _split_channels(kernel):
     """Returns the mesh axes that split a kernel's last two dims.
 
     Args:
-        kernel: Tensor. What is computed from variables, and not just read from
-            one, counts as whole.
+        kernel: Tensor. It counts as whole if it is computed from variables, not
+            just read from one.
 
     Returns:
-        Pair of strings or `None`. The axis that splits batches is none for
-        channels: what it splits is put together.
+        Pair of strings or `None`. The batch axis counts as `None`, because
+        dims that it splits are gathered.
     """
     specs = placement.specs_of(kernel)
     if specs is None:
@@ -95,7 +94,7 @@ def why_gathered(variable, layer):
 
 
 def _lay_out(image, channel_axis):
-    """Splits an image over the batch and the channels."""
+    """Splits the batch and the channels of an image."""
     mesh, axis = placement.current_mesh(), placement.batch_axis()
     specs = boundary.batch_layout(image.shape, mesh, axis).sharding_specs
     specs = [*specs[:-1], channel_axis or dtensor.UNSHARDED]
@@ -126,11 +125,11 @@ def convolution(
     dilations=None,
     name=None,
 ):
-    """Of windows where the kernel is split, or where there is no other way.
+    """Uses sliding windows if the kernel is split or nothing else works.
 
-    DTensor has no convolution of one dim, and TensorFlow's CPU kernels no
-    gradient of a dilated one, or of one of three dims that has groups. Groups,
-    and channels that come first, are convolved whole.
+    DTensor has no 1D convolution. TensorFlow's CPU kernels have no gradient of
+    a dilated convolution, or of a 3D one with groups. Kernels with groups, and
+    undilated 2D ones with channels first, are gathered.
     """
     rank = len(input.shape) - 2
     axes = _split_channels(filters)
@@ -209,7 +208,7 @@ def conv_transpose(
     dilations=None,
     name=None,
 ):
-    """Of windows where the kernel is split: a convolution's gradient."""
+    """Uses the gradient of a windowed convolution if the kernel is split."""
     axes = _split_channels(filters)
     if not any(axes) or _channels_first(data_format):
         return batch_parallel(
@@ -273,18 +272,18 @@ def pool(
     dilations=None,
     name=None,
 ):
-    """Mean or maximum of what the positions in a window see."""
+    """Takes the mean or the maximum over the positions in a window."""
     _check_channels_last("pooling", data_format, padding)
     x = tf.convert_to_tensor(input)
     window = sliding_windows.window(
         x.shape[1:-1], window_shape, strides, padding, dilations
     )
     if pooling_type == "MAX":
-        # The gradient goes to the first of several, as TensorFlow's does.
+        # Of equal maxima, the first gets the gradient, as in TensorFlow.
         return functools.reduce(
             tf.maximum, sliding_windows.views(x, window, outside=x.dtype.min)
         )
-    # What pads an image does not count.
+    # The padding does not count.
     ones = tf.ones([1, *x.shape[1:-1], 1], x.dtype)
     count = sum(sliding_windows.views(ones, window))
     return sum(sliding_windows.views(x, window)) / count
@@ -299,7 +298,7 @@ def max_pool(
     data_format=None,
     name=None,
 ):
-    """TensorFlow's own where nothing but the batch can be split."""
+    """Uses TensorFlow's own if the mesh can split nothing but the batch."""
     mesh, axis = placement.current_mesh(), placement.batch_axis()
     if axis is not None and mesh.dim_size(axis) == mesh.size:
         return batch_parallel(
@@ -317,7 +316,7 @@ def avg_pool(
     data_format=None,
     name=None,
 ):
-    """DTensor has no gradient of TensorFlow's own."""
+    """Uses windows, because DTensor has no gradient of TensorFlow's own."""
     return pool(None, input, ksize, "AVG", strides, padding, data_format)
 
 
@@ -331,7 +330,7 @@ def depthwise_conv2d(
     dilations=None,
     name=None,
 ):
-    """Adds up what the positions in a window see, each times its weight."""
+    """Sums the views of the positions in a window, each times its weight."""
     _check_channels_last("a depthwise convolution", data_format, padding)
     x, kernel = tf.convert_to_tensor(input), tf.convert_to_tensor(filter)
     window = sliding_windows.window(
@@ -356,7 +355,7 @@ def separable_conv2d(
     dilations=None,
     name=None,
 ):
-    """A depthwise convolution and one of size 1."""
+    """Runs a depthwise convolution and then one of size 1."""
     x = depthwise_conv2d(
         None, input, depthwise_filter, strides, padding, data_format, dilations
     )
@@ -386,7 +385,7 @@ def conv2d(
 
 
 def bias_add(original, value, bias, data_format=None, name=None):
-    """Where channels come first DTensor splits the batch as the bias is."""
+    """Broadcasts a channels-first bias; DTensor would split the batch by it."""
     if not _channels_first(data_format):
         return original(value, bias, data_format, name)
     shape = [1, -1] + [1] * (len(value.shape) - 2)

@@ -1,9 +1,9 @@
-"""The CTC loss, of batches that may be split.
+"""The CTC loss for batches that may be split.
 
 TensorFlow's `ctc_loss` uses a loop over lists and a scatter. DTensor supports
-neither. Here the frames are unrolled, as steps of recurrent
-layers are. (The sums over alignments: Graves et al., 2006,
-https://www.cs.toronto.edu/~graves/icml_2006.pdf, section 4.1.)
+neither. Here the frames are unrolled, like the steps of recurrent layers. For
+the sums over alignments see Graves et al., 2006,
+https://www.cs.toronto.edu/~graves/icml_2006.pdf, section 4.1.
 """
 
 import tensorflow as tf
@@ -12,10 +12,10 @@ from keras.src import backend as keras_backend
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow.ops import sorting
 
-# In place of log(0): nothing that is added to it is seen.
+# Stands for log(0): its exponential is 0, whatever is added to it.
 _NEVER = -1e30
-# What TensorFlow has in place of log(0) where an alignment begins or ends, for
-# samples that are too short for their labels: log(1e-307).
+# TensorFlow's log(0) at the start and the end of an alignment: log(1e-307). It
+# is visible for samples that are too short for their labels.
 _IMPOSSIBLE = -706.8936
 
 
@@ -62,7 +62,7 @@ def _rows(labels):
 
 
 def _placed(value):
-    """Returns whole numbers, on all devices if they are not there yet."""
+    """Returns an int32 tensor; replicates it if it is eager and plain."""
     value = tf.convert_to_tensor(value)
     if tf.executing_eagerly() and not placement.is_dtensor(value):
         value = placement.replicated(value)
@@ -71,7 +71,7 @@ def _placed(value):
 
 @placement.custom_gradient
 def _loss(seen, skipped, ends, frame_count):
-    """Returns the negative logarithms of likelihoods.
+    """Returns the negative log-likelihood of each sample.
 
     Args:
         seen: Tensor `(frames, batch, states)`, log-probability of each state
@@ -99,7 +99,7 @@ def _loss(seen, skipped, ends, frame_count):
         skip = tf.concat([nowhere, nowhere, alpha[:, :-2] + skipped], 1)
         return _log_sum(alpha, step, skip)
 
-    # What follows each frame, from the last one to the first.
+    # Log-sums over the frames after each frame, from the last one back.
     betas = [ends]
     for t in range(len(seen) - 1, 0, -1):
         beta = before(betas[0] + seen[t])

@@ -1,4 +1,4 @@
-"""Lookups in a table that is split over its rows: an embedding's."""
+"""Lookups in an embedding table that is split over its rows."""
 
 import math
 
@@ -7,7 +7,7 @@ from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import placement
 
-# Computed for each element alone, or for each row.
+# Elementwise operations; an input may be broadcast.
 _ELEMENTWISE = {
     "Add",
     "AddV2",
@@ -23,16 +23,16 @@ _ELEMENTWISE = {
 
 
 def _parts_of_rows(table):
-    """Returns how many devices share the rows of a table.
+    """Returns over how many devices the rows of a table are split.
 
     Args:
-        table: Tensor or variable. Of what is computed from variables, as with
-            LoRA or from packed integers, only rows that stay rows are known.
+        table: Tensor or variable. If it is computed from variables, as with
+            LoRA or packed integers, the split is known only while rows stay
+            rows.
 
     Returns:
-        Int, 1 if it is whole, or that is not known; also if the axis that
-        splits the rows splits batches too, so that every device has other rows
-        to look up.
+        Int; 1 if the rows are whole or their split is not known. Also 1 if the
+        batch axis splits the rows, because each device then looks up others.
     """
     axis = _axis_of_dim(table, 0)
     if axis in (None, dtensor.UNSHARDED, placement.batch_axis()):
@@ -55,7 +55,7 @@ def _axis_of_dim(x, dim):
 
 
 def _sources(x, dim):
-    """Yields `(tensor, dim)` of what a dim of a computed tensor comes from."""
+    """Yields the `(tensor, dim)` that a dim of a computed tensor comes from."""
     op, size = x.op, x.shape[dim]
     inputs = list(op.inputs)
     if op.type in _ELEMENTWISE:
@@ -79,7 +79,7 @@ def _sources(x, dim):
 
 
 def _same_place(source, x, dim):
-    """Yields the dim of `source` that has the same stride from the end."""
+    """Yields `source` and its dim of the same size and stride."""
     for i, size in enumerate(source.shape):
         if size == x.shape[dim] and (
             math.prod(source.shape[i + 1 :]) == math.prod(x.shape[dim + 1 :])
@@ -96,11 +96,11 @@ def gather(
     batch_dims=0,
     name=None,
 ):
-    """Each device looks up the rows that it holds, and zeros for the others.
+    """Looks up rows on the device that holds them, zeros on the others.
 
-    Their sum is all that is communicated; DTensor's own would gather the
-    table. (The vocabulary parallel embedding of Megatron-LM,
-    https://arxiv.org/abs/1909.08053, section 3.)
+    One all-reduce adds the results; DTensor's own `gather` would gather the
+    table. This is the vocabulary-parallel embedding of Megatron-LM
+    (https://arxiv.org/abs/1909.08053, section 3).
     """
     indices = tf.convert_to_tensor(indices)
     parts = 1
@@ -119,12 +119,12 @@ def gather(
 
     @placement.custom_gradient
     def look_up(table):
-        # The first dim stands for the device: what follows keeps it.
+        # The new first dim is split over the devices until the sum.
         table = tf.reshape(table, [parts, size, *row])
         first = size * tf.range(parts, dtype=flat.dtype)
         local = flat[None, :] - first[:, None]
         held = tf.logical_and(local >= 0, local < size)
-        # No device holds it: it stays what it is, and is refused as usual.
+        # An index out of range stays, and is refused as usual.
         nowhere = tf.logical_or(flat < 0, flat >= rows)
         local = tf.where(
             tf.logical_or(held, nowhere[None, :]), local, tf.zeros_like(local)
@@ -138,7 +138,7 @@ def gather(
             return tf.math.unsorted_segment_sum(dy, flat, rows)
 
         if found.dtype in (tf.int8, tf.uint8, tf.int16, tf.uint16):
-            # Exact, and 32 bits: DTensor adds up integers as 64.
+            # Exact, and 32 bits: DTensor sums integers as 64 bits.
             total = tf.reduce_sum(tf.cast(found, tf.float32), 0)
             total = tf.cast(total, found.dtype)
         else:

@@ -1,11 +1,11 @@
-"""What DTensor cannot run, or computes whole, and for which there is no rule.
+"""Operations without a rule that DTensor cannot run or computes whole.
 
-Names are those of TensorFlow's operations, as errors and graphs have them.
-What stands here is a limit of the backend; what does not, `ops` and `images`
-have rules for, or DTensor splits.
+Names are TensorFlow's operation names, as in errors and graphs; `stateless_*`
+are functions of `tf.random`. These operations are the limits of the backend.
+The others have a rule in `ops.table`, or DTensor splits them.
 """
 
-# An error names operation and layer.
+# Each raises an error with its name; DTensor's errors name the layer too.
 REFUSED = {
     "DTensor has no expansion of a decomposition": (
         "Cholesky",
@@ -44,7 +44,7 @@ REFUSED = {
     ),
 }
 
-# Every device computes all of it, whatever is split.
+# Every device computes the whole operation, whatever is split.
 WHOLE = {
     "needs all of a dim, and DTensor gathers the others with it": (
         "Cumsum",

@@ -1,4 +1,4 @@
-"""Loops that add tokens to a text, as KerasHub's `generate` has them."""
+"""Loops that generate tokens, such as KerasHub's `generate`."""
 
 import functools
 
@@ -13,7 +13,7 @@ _SMALLEST = np.finfo("float32").tiny
 
 
 def hook_make_generate_function(original):
-    """A loop runs on the mesh; what it returns is on the host."""
+    """Runs the generation loop on the mesh and returns plain tensors."""
 
     @functools.wraps(original)
     def make_generate_function(self):
@@ -32,10 +32,10 @@ def hook_make_generate_function(original):
 
 
 def slice_update(original, inputs, start_indices, updates):
-    """Writes into a cache of keys and values by comparing positions.
+    """Writes into a KV cache by comparing positions.
 
-    The dims that are written whole, those of the heads among them, may be
-    split; along the others each device has all positions.
+    The dims that are written whole, such as the heads, may be split. Each
+    device has all positions of the other dims.
     """
     inputs = tf.convert_to_tensor(inputs)
     updates = tf.convert_to_tensor(updates)
@@ -51,7 +51,7 @@ def slice_update(original, inputs, start_indices, updates):
         size, part = inputs.shape[dim], updates.shape[dim]
         if part == size:
             continue
-        # What would reach over the end is moved back, as XLA does.
+        # Like XLA, move an update back that would reach over the end.
         start = tf.clip_by_value(tf.cast(start, tf.int32), 0, size - part)
         position = tf.range(size) - start
         if part > 1:
@@ -67,10 +67,10 @@ def slice_update(original, inputs, start_indices, updates):
 def stateless_categorical(
     original, logits, num_samples, seed, dtype=tf.int64, name=None
 ):
-    """The largest of the logits with noise, the same on every mesh.
+    """Draws the argmax of the logits with noise, the same on every mesh.
 
-    TensorFlow's own draws depend on how its threads share the rows. (The
-    Gumbel-max trick, https://arxiv.org/abs/1411.0030, section 2.)
+    TensorFlow's own draws depend on how its threads share the rows. This is the
+    Gumbel-max trick (https://arxiv.org/abs/1411.0030, section 2).
     """
     logits = tf.cast(tf.convert_to_tensor(logits), tf.float32)
     rows, classes = logits.shape

@@ -1,4 +1,4 @@
-"""Products that DTensor cannot split, or not as TensorFlow writes them."""
+"""Matrix products that DTensor cannot split as TensorFlow writes them."""
 
 import math
 import string
@@ -10,11 +10,10 @@ from keras_tp.backend.tensorflow import placement
 
 
 def matmul(original, a, b, *args, output_type=None, **kwargs):
-    """Of small integers, in the type of the result.
+    """Multiplies small integers in the type of the result.
 
-    That is exact too; DTensor has no expansion of the operation that takes
-    them as they are, `BatchMatMulV3`. Where a dim is broadcast, what is summed
-    over is split alike in both.
+    This is exact too. DTensor has no expansion of `BatchMatMulV3`, which takes
+    them as they are. If the ranks differ, the contracted dims are split alike.
     """
     if output_type is not None:
         a, b = tf.cast(a, output_type), tf.cast(b, output_type)
@@ -25,7 +24,7 @@ def matmul(original, a, b, *args, output_type=None, **kwargs):
 
 
 def _summed_as(a, b):
-    """Splits the dim of `b` that a product sums over as that of `a` is."""
+    """Splits the contracted dim of `b` like the contracted dim of `a`."""
     specs = [placement.specs_of(x) for x in (a, b)]
     if any(s is None or len(s) != len(x.shape) for s, x in zip(specs, (a, b))):
         return b
@@ -39,10 +38,11 @@ def _summed_as(a, b):
 
 
 def tensordot(original, a, b, axes, name=None):
-    """With a matrix: the other dims stay apart.
+    """Multiplies by a matrix without merging the other dims.
 
-    TensorFlow joins them, and DTensor gathers what is split within: heads, of
-    LoRA's first factor of their kernel or of what that makes of the inputs.
+    TensorFlow merges them, and DTensor then gathers a split inner dim. With
+    LoRA on an attention kernel this would be the heads dim, in the first factor
+    or in its product with the inputs.
     """
     if axes != [[-1], [0]] or len(b.shape) != 2 or not _may_be_split_within(a):
         return original(a, b, axes, name)
@@ -51,11 +51,11 @@ def tensordot(original, a, b, axes, name=None):
 
 
 def einsum(original, equation, *inputs, **kwargs):
-    """With a letter for each dim of `...`, and one dim that is summed over.
+    """Spells out `...`, and merges the contracted dims into one.
 
-    DTensor broadcasts `...` only where all inputs have as many dims. Of a
-    product that sums over several dims, it adds up parts that do not belong
-    together where its inputs are split along different ones.
+    DTensor broadcasts `...` only if all inputs have equally many dims. If a
+    product contracts several dims and its inputs are split along different
+    ones, DTensor adds up parts that do not belong together.
     """
     inputs = [tf.convert_to_tensor(x) for x in inputs]
     if "..." in equation:
@@ -66,10 +66,10 @@ def einsum(original, equation, *inputs, **kwargs):
 
 
 def _summed_over_one(equation, inputs):
-    """Returns a product with one dim in place of all that it sums over.
+    """Returns an equation and its inputs with the contracted dims merged.
 
-    What is split along the first of them stays so. Those come first that a
-    weight is split along.
+    The merged dim keeps a split of its first part. Dims that a weight is split
+    along come first.
     """
     terms, _, result = equation.partition("->")
     terms = terms.split(",")
@@ -89,7 +89,7 @@ def _summed_over_one(equation, inputs):
 
 
 def _merged(x, term, shared, one):
-    """Returns the letters of a tensor whose dims `shared` are one, and it."""
+    """Merges the dims `shared` of a tensor; returns its letters and itself."""
     others = [letter for letter in term if letter not in shared]
     count = math.prod(x.shape[term.index(letter)] for letter in shared)
     sizes = [x.shape[term.index(letter)] for letter in others]
@@ -123,7 +123,7 @@ def _spelled_out(equation, ranks):
     unused = [x for x in string.ascii_letters if x not in equation]
     dims = unused[: max(extra)]
     if "->" not in equation or len(set(extra)) > 1:
-        # Broadcast, or an order of the result that follows from the letters.
+        # Needs broadcasting, or has an implicit order of the result.
         return equation
     return equation.replace("...", "".join(dims))
 
@@ -131,17 +131,17 @@ def _spelled_out(equation, ranks):
 def _may_be_split_within(a):
     specs = placement.specs_of(a)
     if specs is None:
-        # Of inputs of three dims, the middle one is a sequence's.
+        # The middle dim of three is a sequence, assumed to be whole.
         return len(a.shape) > 3
     return any(axis != dtensor.UNSHARDED for axis in specs[1:-1])
 
 
 def repeat(original, x, repeats, axis=None):
-    """Heads of keys that stay whole: their gradient is one sum.
+    """Repeats KV heads that stay whole, with one product as the gradient.
 
-    TensorFlow takes the gradient's dim apart again. Where the queries' heads
-    are split over more devices than there are heads to repeat, no device has a
-    whole group, and DTensor gathers all of them.
+    TensorFlow's gradient reshapes the dim into groups. If a mesh axis divides
+    the query heads but not the KV heads, groups lie on several devices, and
+    DTensor gathers all of them.
     """
     x = tf.convert_to_tensor(x)
     if (

@@ -1,10 +1,10 @@
 """TensorFlow's stateless random numbers, from operations DTensor can split.
 
-DTensor gives each device random numbers of its own, so that they depend on the
-mesh. Here the same generator, Philox 4x32 with 10 rounds (Salmon et al. 2011,
-section 5), is computed by arithmetic on int64, with TensorFlow's way of making
-key and counter from a seed: on any mesh the numbers are those of TensorFlow
-on one device. A number in each int64 is below 2**32.
+DTensor draws different random numbers on each device, so they depend on the
+mesh. Here int64 arithmetic computes the same generator, Philox 4x32 with 10
+rounds (Salmon et al. 2011, section 5). The key and the counter come from the
+seed as in TensorFlow, so any mesh gives the numbers that TensorFlow gives on
+one device. Each int64 holds a number below 2**32.
 """
 
 import math
@@ -18,7 +18,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 # The key that scrambles seeds, from TensorFlow's stateless_random_ops.
 _SEED_KEY = (0x3EC8F720, 0x02461E29)
-# Bits of the significand that TensorFlow fills with random ones.
+# How many bits of the significand TensorFlow fills with random bits.
 _RANDOM_BITS = {"float32": 23, "bfloat16": 7, "float16": 10}
 _SMALLEST = 1.0e-7
 
@@ -37,7 +37,7 @@ def _high(x):
 
 
 def _generate(counter, key):
-    """Returns four int64 tensors for four of counters and two of keys."""
+    """Runs Philox on four counters and two keys; returns four tensors."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     xor = tf.bitwise.bitwise_xor
@@ -45,7 +45,7 @@ def _generate(counter, key):
         if i:
             k0 = _low(k0 + _int64(_WEYL[0]))
             k1 = _low(k1 + _int64(_WEYL[1]))
-        # Of the product of 64 bits, which wraps, only the bits matter.
+        # The 64-bit product may wrap: only its bits matter.
         p0 = c0 * _int64(_MULTIPLIERS[0])
         p1 = c2 * _int64(_MULTIPLIERS[1])
         c0, c1, c2, c3 = (
@@ -73,13 +73,13 @@ def _blocks(seed, count):
 
 
 def _in_order(lanes, shape):
-    """Puts the lanes of all blocks one after the other."""
+    """Interleaves the lanes, block after block, into a shape."""
     flat = tf.reshape(tf.stack(lanes, axis=-1), [-1])
     return tf.reshape(flat[: math.prod(shape)], shape)
 
 
 def _unit(x, dtype):
-    """Returns numbers from 0 to 1, 1 excluded, of random bits."""
+    """Converts random bits to numbers from 0 to 1, 1 excluded."""
     bits = _RANDOM_BITS[tf.as_dtype(dtype).name]
     x = tf.bitwise.bitwise_and(x, _int64(2**bits - 1))
     # Exact: the number has as many bits as the significand.
@@ -87,12 +87,12 @@ def _unit(x, dtype):
 
 
 def supports(dtype):
-    """Returns whether numbers of a floating dtype can be made."""
+    """Returns whether `uniform` supports a dtype."""
     return tf.as_dtype(dtype).name in _RANDOM_BITS
 
 
 def uniform(shape, seed, dtype):
-    """Returns what `tf.random.stateless_uniform` gives on one device.
+    """Returns the numbers of `tf.random.stateless_uniform` on one device.
 
     Args:
         shape: Tuple of ints.
@@ -113,9 +113,9 @@ def integers(shape, seed, low, high):
 
 
 def normal(shape, seed, dtype):
-    """Returns what `tf.random.stateless_normal` gives on one device.
+    """Returns the numbers of `tf.random.stateless_normal` on one device.
 
-    By the transform of Box and Muller (1958), as TensorFlow does it.
+    Uses the transform of Box and Muller (1958), as TensorFlow does.
     """
     lanes = _blocks(seed, -(-math.prod(shape) // 4))
     numbers = []

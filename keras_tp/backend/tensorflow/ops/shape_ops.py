@@ -1,4 +1,4 @@
-"""Operations on dims that may lie on several devices."""
+"""Shape operations on dims that may be split."""
 
 import math
 
@@ -10,7 +10,7 @@ from keras_tp.backend.tensorflow import placement
 
 
 def split(original, value, num_or_size_splits, axis=0, num=None, name=None):
-    """Slices: DTensor cannot split a dim that lies on several devices."""
+    """Splits by slices, because DTensor cannot do it on a split dim."""
     value = tf.convert_to_tensor(value)
     size = value.shape[axis]
     sizes = num_or_size_splits
@@ -32,7 +32,7 @@ def split(original, value, num_or_size_splits, axis=0, num=None, name=None):
 
 
 def keras_split(original, x, indices_or_sections, axis=0):
-    """Keras makes tensors of the indices; here they have to be numbers."""
+    """Splits with int sizes; Keras would turn the indices into tensors."""
     if isinstance(indices_or_sections, int) or tf.is_tensor(
         indices_or_sections
     ):
@@ -44,7 +44,7 @@ def keras_split(original, x, indices_or_sections, axis=0):
 
 
 def unstack(original, value, num=None, axis=0, name="unstack"):
-    """Slices: DTensor cannot unstack a dim that lies on several devices."""
+    """Unstacks by slices, because DTensor cannot do it on a split dim."""
     value = tf.convert_to_tensor(value)
     size = value.shape[axis]
     if size is None:
@@ -56,7 +56,7 @@ def unstack(original, value, num=None, axis=0, name="unstack"):
 
 
 def stack(original, values, axis=0, name="stack"):
-    """Joins what has one more dim: DTensor's way makes every dim whole."""
+    """Concatenates expanded tensors: DTensor's `stack` gathers every dim."""
     values = [tf.convert_to_tensor(value) for value in values]
     if not values or not values[0].shape.rank:
         return original(values, axis, name)
@@ -64,10 +64,10 @@ def stack(original, values, axis=0, name="stack"):
 
 
 def getitem(original, x, index, *args):
-    """Takes dims out, and puts new ones in, one by one.
+    """Removes dims and adds new ones in separate operations.
 
-    Both at once, DTensor makes every dim whole, or ends the process: it has no
-    layout for a dim that is put in front.
+    If one operation does both, DTensor gathers every dim or aborts the process:
+    it has no layout for a new dim in front.
     """
     items = list(index) if isinstance(index, tuple) else [index]
     simple = (int, np.integer, slice, type(None), type(Ellipsis))
@@ -81,7 +81,7 @@ def getitem(original, x, index, *args):
     x = tf.convert_to_tensor(x)
     known = None if tf.executing_eagerly() else tf.get_static_value(x)
     if known is not None and isinstance(index, (int, np.integer)):
-        # Such as a size of another tensor's: it stays known.
+        # A static value, such as a size of another tensor, stays static.
         return tf.constant(known[index], x.dtype)
     given = sum(item is not None and item is not Ellipsis for item in items)
     if Ellipsis not in items:
@@ -91,7 +91,7 @@ def getitem(original, x, index, *args):
     old = [item for item in items if item is not None]
     taken = [i for i, item in enumerate(old) if not isinstance(item, slice)]
     for i in taken:
-        # The last one is followed by nothing, not by 0.
+        # After index -1 the slice ends at `None`, not at 0.
         old[i] = slice(old[i], old[i] + 1 or None)
     x = x[tuple(old)]
     x = tf.squeeze(x, taken) if taken else x
@@ -103,7 +103,7 @@ def getitem(original, x, index, *args):
 
 
 def squeeze(original, input, axis=None, name=None):  # noqa: A002
-    """A reshape: DTensor's own may keep the shape of the whole tensor."""
+    """Reshapes: DTensor's `squeeze` may keep the shape of the whole tensor."""
     x = tf.convert_to_tensor(input)
     if not x.shape.is_fully_defined():
         return original(x, axis, name)
@@ -119,10 +119,10 @@ def squeeze(original, input, axis=None, name=None):  # noqa: A002
 
 
 def transpose(original, a, perm=None, conjugate=False, name="transpose"):
-    """A matrix of samples by samples is made whole.
+    """Replicates a samples-by-samples matrix to transpose it.
 
-    DTensor wants samples split in the first dim, before and after, and cannot
-    get there.
+    DTensor wants the first dim split over the batch axis before and after the
+    transpose, and cannot move the split.
     """
     if not _is_of_samples(a):
         return original(a, perm, conjugate, name)
@@ -134,7 +134,7 @@ def transpose(original, a, perm=None, conjugate=False, name="transpose"):
 
     @placement.custom_gradient
     def transposed_with_gradient(x):
-        # It is symmetric: what undoes a change of two dims, does it too.
+        # A transpose of two dims is its own inverse, so also its gradient.
         return transposed(x), transposed
 
     return transposed_with_gradient(tf.convert_to_tensor(a))
@@ -152,9 +152,9 @@ def _is_of_samples(x):
 
 
 def reduce_mean(original, input_tensor, axis=None, keepdims=False, name=None):
-    """Of an image: the gradient is spread over it by a product.
+    """Computes the mean of an image; a product broadcasts its gradient.
 
-    DTensor repeats a gradient that is whole as if it were split.
+    DTensor repeats a replicated gradient as if it were split.
     """
     x = tf.convert_to_tensor(input_tensor)
     shape = x.shape
@@ -183,7 +183,7 @@ def reduce_mean(original, input_tensor, axis=None, keepdims=False, name=None):
 def pad(
     original, tensor, paddings, mode="CONSTANT", constant_values=0, name=None
 ):
-    """Joins with what is put at the ends: DTensor cannot pad a split dim."""
+    """Pads by concatenation, because DTensor cannot pad a split dim."""
     x = tf.convert_to_tensor(tensor)
     widths = tf.get_static_value(tf.convert_to_tensor(paddings))
     if (
@@ -204,7 +204,7 @@ def pad(
 
 
 def reverse(original, tensor, axis, name=None):
-    """Gathers the indices from the last to the first."""
+    """Gathers along a dim with indices from the last to the first."""
     tensor = tf.convert_to_tensor(tensor)
     axes = tf.get_static_value(tf.convert_to_tensor(axis))
     for dim in axes.reshape([-1]):
@@ -216,7 +216,7 @@ def reverse(original, tensor, axis, name=None):
 
 
 def roll(original, input, shift, axis, name=None):  # noqa: A002
-    """Joins the end and the beginning."""
+    """Concatenates the end and the beginning of a dim."""
     input = tf.convert_to_tensor(input)  # noqa: A001
     shifts = tf.get_static_value(tf.convert_to_tensor(shift))
     axes = tf.get_static_value(tf.convert_to_tensor(axis))

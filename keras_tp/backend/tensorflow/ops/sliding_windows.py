@@ -1,10 +1,10 @@
-"""Windows that slide over images, of operations that DTensor splits.
+"""Sliding windows over images, built from operations that DTensor splits.
 
-DTensor's own convolutions want whole channels. Here one is a contraction of
-what the window sees with the kernel, over the positions in the window and the
-input channels, and so are both of its gradients. Kernels split over their
-output (column) or input channels (row) then cost what those of a dense layer
-cost: one all-reduce of an image, backward or forward.
+DTensor's own convolutions need whole channels. Here a convolution contracts
+shifted views of the image with the kernel, over the positions in the window and
+the input channels. Both gradients are contractions too. A kernel split over its
+output channels (column-parallel) or input channels (row-parallel) then costs
+the same as in a dense layer: one all-reduce of an image, backward or forward.
 
 An image is a tensor of shape `(batch, *spatial, channels)`.
 """
@@ -23,27 +23,27 @@ class Window(
     """A window that slides over images; see `window`.
 
     Args:
-        sizes: Tuple of ints, one for each spatial dim, as the others.
-        strides: Tuple of ints.
-        dilations: Tuple of ints.
-        pads: Tuple of `(before, after)`, by which an image is padded.
+        sizes: Tuple of ints, one for each spatial dim.
+        strides: Tuple of ints, one for each spatial dim.
+        dilations: Tuple of ints, one for each spatial dim.
+        pads: Tuple of `(before, after)`, the padding of each spatial dim.
     """
 
     @property
     def spans(self):
-        """The sizes, with the gaps that dilation makes."""
+        """The sizes, including the gaps of the dilations."""
         return [(n - 1) * by + 1 for n, by in zip(self.sizes, self.dilations)]
 
 
 def window(image, sizes, strides, padding, dilations):
-    """Returns a `Window` for images of a size.
+    """Returns a `Window` for images of a given size.
 
     Args:
         image: Tuple of ints, the spatial size of the images.
-        sizes: Int or tuple of ints, as the others.
-        strides: As TensorFlow takes it.
+        sizes: Int or tuple of ints.
+        strides: Int or tuple of ints, as TensorFlow accepts it.
         padding: String, `"SAME"` or `"VALID"`.
-        dilations: As TensorFlow takes it.
+        dilations: Int, tuple of ints or `None`, as TensorFlow accepts it.
     """
     rank = len(image)
     unpadded = Window(
@@ -60,7 +60,7 @@ def window(image, sizes, strides, padding, dilations):
 
 
 def per_dim(value, rank):
-    """Returns a stride or the like as one int for each spatial dim."""
+    """Returns a size, stride or dilation as one int for each spatial dim."""
     if value is None:
         return (1,) * rank
     if isinstance(value, int):
@@ -72,12 +72,12 @@ def per_dim(value, rank):
 
 
 def views(x, window, outside=0):
-    """Returns what each position in the window sees, a list of images.
+    """Returns a list of views of an image, one per position in the window.
 
     Args:
         x: Image.
         window: `Window`.
-        outside: Number that an image is padded with.
+        outside: Number that pads the image.
     """
     if any(map(any, window.pads)):
         pads = [(0, 0), *window.pads, (0, 0)]
@@ -99,18 +99,18 @@ def views(x, window, outside=0):
 
 
 def _side_by_side(images):
-    """Puts images together in a dim before the channels."""
-    # DTensor's expansion of `tf.stack` makes every dim whole.
+    """Stacks images along a new dim before the channels."""
+    # DTensor's expansion of `tf.stack` gathers every dim.
     return tf.concat([tf.expand_dims(image, -2) for image in images], -2)
 
 
 def _product(equation, *inputs):
-    """As `tf.einsum`, of inputs that are laid out to be summed over."""
+    """Like `tf.einsum`, for inputs whose contracted dims are split alike."""
     return tf.raw_ops.Einsum(inputs=inputs, equation=equation)
 
 
 def _flat(kernel):
-    """Returns a kernel whose positions are one dim."""
+    """Returns a kernel with its spatial dims merged into one."""
     return tf.reshape(kernel, [-1, *kernel.shape[-2:]])
 
 
@@ -134,7 +134,7 @@ def spread(y, kernel, window, image):
         y: Image, as `correlate` returns it.
         kernel: Tensor, as for `correlate`.
         window: `Window`.
-        image: Tuple of ints, the spatial size of what is returned.
+        image: Tuple of ints, the spatial size of the result.
     """
     rank = len(image)
     sizes = [n + span - 1 for n, span in zip(image, window.spans)]
@@ -145,8 +145,8 @@ def spread(y, kernel, window, image):
         start + (n - 1) * step + 1
         for start, n, step in zip(first, y.shape[1:], window.strides)
     ]
-    # Pixels a stride apart, zeros between and around them: the gradient of
-    # the slice that takes them out.
+    # Pixels a stride apart, with zeros between and around them: the gradient of
+    # the strided slice that selects these pixels.
     apart = tf.raw_ops.StridedSliceGrad(
         shape=[y.shape[0], *sizes, y.shape[-1]],
         begin=[0, *first, 0],
@@ -157,7 +157,7 @@ def spread(y, kernel, window, image):
     one_by_one = window._replace(strides=(1,) * rank, pads=((0, 0),) * rank)
     seen = _side_by_side(views(apart, one_by_one)[::-1])
     dims = _DIMS[:rank]
-    # One sum over positions and channels: what devices add up is an image.
+    # Contract positions and channels at once: devices all-reduce one image.
     return _product(f"b{dims}po,pio->b{dims}i", seen, _flat(kernel))
 
 

@@ -1,4 +1,4 @@
-"""The smallest value of a dim, and functions that sort along a dim."""
+"""`argmin`, and functions that sort along a dim."""
 
 import numpy as np
 import tensorflow as tf
@@ -8,23 +8,23 @@ from keras_tp.backend.tensorflow import placement
 
 
 def argmin(original, input, axis=None, output_type=tf.int64, name=None):  # noqa: A002
-    """The largest of the numbers in the opposite order."""
+    """Computes `argmax` of values whose order is inverted."""
     x = tf.convert_to_tensor(input)
     if x.dtype.is_floating:
         opposite = -x
     elif x.dtype.is_unsigned:
         opposite = x.dtype.max - x
     else:
-        # The smallest integer has no negative.
+        # Negation would overflow for the smallest integer.
         opposite = -1 - x
     return tf.argmax(opposite, axis, output_type)
 
 
 def sparsemax(original, x, axis=-1):
-    """Keras's formula with the places in the order in place of a sort.
+    """Computes Keras's formula from ranks instead of sorted values.
 
-    DTensor gathers the dim that is sorted, and no other. The gradient of a
-    sort would write outside of a part; places have none.
+    DTensor gathers the sorted dim, and no other. The gradient of a sort would
+    write outside of a device's part; ranks have no gradient.
     """
     x = tf.convert_to_tensor(x)
     axis %= len(x.shape)
@@ -38,17 +38,17 @@ def sparsemax(original, x, axis=-1):
     counts = numbers(x.shape[axis], x.dtype, [1] * after) + 1
     support = ordered - (tf.cumsum(ordered, axis) - 1) / counts > 0
     count = tf.reduce_sum(tf.cast(support, x.dtype), axis, keepdims=True)
-    # Keras adds up the running sums of the `count` largest values: the first
-    # of them is in all these sums, the last one in one.
+    # Keras adds up the running sums of the `count` largest values. The largest
+    # value is in all of these sums, the smallest of them in one.
     total = tf.reduce_sum(tf.maximum(count - place, 0) * x, axis, keepdims=True)
     return tf.maximum(x - (total - 1) / count, 0)
 
 
 def gathered(x, axis):
-    """Returns `x` whole along a dim, so that later operations may slice it.
+    """Gathers a dim of `x`, so that later operations may split it.
 
-    DTensor would have the operation before make slices at once, which a sort
-    and a join cannot. It does not ask that of a gather.
+    Otherwise DTensor asks the operation before for a split output, which a sort
+    and a concatenation cannot give. It does not ask a gather for one.
     """
     return tf.gather(x, numbers(x.shape[axis], tf.int32), axis=axis)
 
@@ -62,16 +62,16 @@ def _check_size(size, shape, name):
 
 
 def numbers(size, dtype, ones=()):
-    """Returns 0 to `size - 1` on all devices, with dims of size 1 after it."""
+    """Returns 0 to `size - 1`, replicated, with dims of size 1 appended."""
     found = np.arange(size, dtype=tf.as_dtype(dtype).as_numpy_dtype)
     return placement.replicated(found.reshape([size, *ones]))
 
 
 def nanquantile(original, x, q, axis=None, method="linear", keepdims=False):
-    """Takes the values at two places of the order, without a loop over rows.
+    """Takes the values at two ranks of each row, without a loop over rows.
 
-    They are found by their indices: the gradient of a sort would write outside
-    of a part.
+    Finds them by their indices, because the gradient of a sort would write
+    outside of a device's part.
     """
     x = tf.convert_to_tensor(x)
     x = tf.cast(x, keras_backend.result_type(x.dtype, float))
@@ -82,7 +82,7 @@ def nanquantile(original, x, q, axis=None, method="linear", keepdims=False):
     axes = sorted(int(dim) % rank for dim in axes)
     others = [dim for dim in range(rank) if dim not in axes]
     rows = [x.shape[dim] for dim in others]
-    # The numbers of a row lie along the last dim, quantiles before it.
+    # The last dim holds the numbers of a row, the one before it quantiles.
     y = tf.transpose(x, [*others, *axes])
     y = tf.reshape(y, [*rows, 1, -1])
     is_nan = tf.math.is_nan(y)
@@ -102,7 +102,7 @@ def nanquantile(original, x, q, axis=None, method="linear", keepdims=False):
 
     low, high = tf.math.floor(exact), tf.math.ceil(exact)
     if method == "linear":
-        # As Keras has it: neighbours, also where a number is met exactly.
+        # Like Keras: between two neighbours, even if the rank is exact.
         low = tf.maximum(high - 1, 0)
         high = tf.minimum(low + 1, tf.cast(last, tf.float64))
         fraction = tf.cast(high - exact, y.dtype)
@@ -114,7 +114,7 @@ def nanquantile(original, x, q, axis=None, method="linear", keepdims=False):
         chosen = {"lower": low, "higher": high, "nearest": nearest}
         result = value_at(chosen[method])
     result = tf.where(count > 0, result, tf.constant(float("nan"), y.dtype))
-    # Quantiles come first.
+    # Move the quantiles to the front.
     result = tf.transpose(result, [len(rows), *range(len(rows))])
     if keepdims:
         rows = [1 if dim in axes else x.shape[dim] for dim in range(rank)]

@@ -1,7 +1,7 @@
-"""Operations that DTensor cannot run, or not correctly, as TensorFlow has them.
+"""Rules for operations that DTensor cannot run, or not correctly.
 
-Each rule replaces a public function of TensorFlow (so that it holds for Keras,
-KerasHub and a user's own code alike) or of Keras's backend, and only on a mesh.
+On a mesh, each rule replaces a public function of TensorFlow, so that Keras,
+KerasHub and a user's own code use it, or a function of Keras's backend.
 """
 
 import functools
@@ -22,15 +22,15 @@ from keras_tp.backend.tensorflow.ops import sorting
 
 
 def _on_mesh(rule):
-    """Returns a hook: the rule on a mesh, the original elsewhere."""
+    """Returns a hook that runs the rule on a mesh, the original elsewhere."""
 
     def hook(original):
         @functools.wraps(original)
         def function(*args, **kwargs):
             if placement.current_mesh() is not None:
                 return rule(original, *args, **kwargs)
-            # Traced off the mesh, it is the shape that is asked for; and a
-            # variable is read whole there.
+            # Off the mesh the original is right for a trace, which only infers
+            # shapes, and for a variable, which is read whole.
             for x in args if tf.executing_eagerly() else ():
                 is_variable = isinstance(x, dtensor.DVariable)
                 if placement.is_dtensor(x) and not is_variable:
@@ -44,7 +44,7 @@ def _on_mesh(rule):
 
 
 def _static(value, what):
-    """Returns a shape as ints; `ValueError` if it is not known."""
+    """Returns a shape as ints; raises `ValueError` if it is not known."""
     if isinstance(value, (list, tuple)):
         found = [tf.get_static_value(size) for size in value]
         found = None if None in found else found
@@ -63,7 +63,7 @@ def _static(value, what):
 
 
 def band_part(original, input, num_lower, num_upper, name=None):  # noqa: A002
-    """Keeps what a comparison of row and column indices selects."""
+    """Selects the band by a comparison of row and column indices."""
     input = tf.convert_to_tensor(input)  # noqa: A001
     rows, columns = input.shape[-2:]
     below = tf.range(rows)[:, None] - tf.range(columns)[None, :]
@@ -77,7 +77,7 @@ def band_part(original, input, num_lower, num_upper, name=None):  # noqa: A002
 
 
 def diag_part(original, input, *args, **kwargs):  # noqa: A002
-    """Sums each row of what is zero off the diagonal."""
+    """Sets all but the diagonal to zero and sums each row."""
     if args or {k: v for k, v in kwargs.items() if k != "name" and v != 0}:
         raise ValueError(
             "Under a distribution, `tf.linalg.diag_part` takes the main "
@@ -92,7 +92,7 @@ def diag_part(original, input, *args, **kwargs):  # noqa: A002
 
 
 def diag(original, diagonal, *args, **kwargs):
-    """Keeps the diagonal of the values spread over columns."""
+    """Broadcasts the values over columns and keeps the diagonal."""
     if args or {k: v for k, v in kwargs.items() if k != "name" and v != 0}:
         raise ValueError(
             "Under a distribution, `tf.linalg.diag` makes the main diagonal "
@@ -114,7 +114,7 @@ def one_hot(
     dtype=None,
     name=None,
 ):
-    """Compares indices that may be split with all numbers."""
+    """Compares the indices, which may be split, with all class numbers."""
     indices = tf.convert_to_tensor(indices)
     on = tf.convert_to_tensor(1 if on_value is None else on_value)
     off = tf.convert_to_tensor(0 if off_value is None else off_value)
@@ -132,13 +132,13 @@ def one_hot(
 
 
 def softsign(original, features, name=None):
-    """Written out: DTensor has no expansion of its gradient."""
+    """Computes the formula: DTensor has no expansion of its gradient."""
     x = tf.convert_to_tensor(features)
     return x / (1 + tf.abs(x))
 
 
 def scatter_nd(original, indices, updates, shape, name=None):
-    """DTensor's expansion makes shapes of int32, whatever the indices are."""
+    """Casts indices to int32, because DTensor always makes int32 shapes."""
     indices = tf.cast(indices, tf.int32)
     return original(indices, updates, tf.cast(shape, tf.int32), name)
 
@@ -156,7 +156,7 @@ def stateless_uniform(
     name=None,
     alg="auto_select",
 ):
-    """The numbers of one device, whatever the mesh."""
+    """Returns the same numbers on any mesh as on one device."""
     shape = _static(shape, "a random tensor")
     dtype = tf.as_dtype(dtype)
     if dtype == tf.int32 and maxval is not None:
@@ -178,7 +178,7 @@ def stateless_normal(
     name=None,
     alg="auto_select",
 ):
-    """The numbers of one device, whatever the mesh."""
+    """Returns the same numbers on any mesh as on one device."""
     dtype = tf.as_dtype(dtype)
     if dtype != tf.float32:
         _refuse_random(f"normal numbers of dtype {dtype.name}")
@@ -196,11 +196,11 @@ def stateless_dropout(
     noise_shape=None,
     name=None,
 ):
-    """Masks of `stateless_uniform`, applied as TensorFlow does."""
+    """Applies a mask from `stateless_uniform` as TensorFlow does."""
     x = tf.convert_to_tensor(x)
     shape = tf.shape(x) if noise_shape is None else noise_shape
     if isinstance(shape, (list, tuple)):
-        # Keras's `None` is a tensor by now, the size of that dim of `x`.
+        # Keras has replaced `None` by a tensor, the size of that dim of `x`.
         static = [tf.get_static_value(size) for size in shape]
         shape = [s if s is not None else d for s, d in zip(static, x.shape)]
     numbers = stateless_uniform(
@@ -231,7 +231,7 @@ def _refused(name):
 
 
 def rnn(original, *args, **kwargs):
-    """Unrolled: DTensor has no expansion of the lists that a loop keeps."""
+    """Unrolls the loop: DTensor has no expansion of its tensor lists."""
     names = ("step_function", "inputs", "initial_states", "go_backwards")
     names += ("mask", "constants", "unroll")
     kwargs.update(zip(names, args))
@@ -240,7 +240,7 @@ def rnn(original, *args, **kwargs):
 
 
 def decline(original, *args, **kwargs):
-    """The layer then computes step by step."""
+    """Declines the fused kernel: the layer then computes step by step."""
     raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Convolutions, attention and embeddings, split by hand."""
+"""Convolutions, attention and embeddings that run on shards."""
 
 import functools
 
@@ -14,17 +14,17 @@ from keras_tp.backend.torch import placement
 
 aten = torch.ops.aten
 
-# Convolutions. Of each mesh dim, one of these is chosen; the letters stand for
-# the channels that it splits (Keras's kernel is (*window, in, out)):
-#   column: the kernel's outputs. Each process makes its part of the channels.
-#   row: the kernel's inputs. The parts of the sum are added up.
-#   groups: both, where each process has whole groups (depthwise).
-#   data: the batch.
-#   whole: nothing; every process computes all of it.
+# A convolution has one of these modes for each mesh dim (Keras's kernel is
+# (*window, in, out)):
+#   column: splits the output channels. Each process computes its own.
+#   row: splits the input channels. The partial sums are all-reduced.
+#   groups: splits both; each process has whole groups (depthwise).
+#   data: splits the batch.
+#   whole: splits nothing. Every process computes everything.
 
 
 def convolution(op, args, kwargs):
-    """Runs a convolution, transposed or not, on this process's part."""
+    """Runs a convolution, transposed or not, on this process's shard."""
     (x, weight, bias, stride, padding, dilation, transposed, output_padding) = (
         args[:8]
     )
@@ -34,7 +34,7 @@ def convolution(op, args, kwargs):
     plan = _convolution_plan(modes, transposed)
     local_x = local_tensors.local_part(x, mesh, plan["x"])
     local_weight = local_tensors.local_part(weight, mesh, plan["weight"])
-    # Where a sum is split, its parts must not each add the bias.
+    # In row mode the bias is added once, after the all-reduce.
     add_bias = bias is not None and "row" in modes
     local_bias = None
     if bias is not None and not add_bias:
@@ -61,7 +61,7 @@ def convolution(op, args, kwargs):
 
 
 def convolution_backward(op, args, kwargs):
-    """Returns the gradients of `convolution`, partial where they are sums."""
+    """Returns the gradients of `convolution`; sums stay `Partial`."""
     (gradient, x, weight, bias_sizes, stride, padding, dilation) = args[:7]
     transposed, output_padding, groups, mask = args[7:]
     mesh = local_tensors.mesh_of(args, kwargs)
@@ -99,7 +99,7 @@ def convolution_backward(op, args, kwargs):
 
 
 def _convolution_modes(x, weight, transposed, groups):
-    """Returns how each mesh dim splits a convolution, from its arguments."""
+    """Returns the mode of each mesh dim, from the arguments' placements."""
     mesh = local_tensors.mesh_of((x, weight), {})
     x_placements = local_tensors.placements_of(x, mesh)
     weight_placements = local_tensors.placements_of(weight, mesh)
@@ -118,7 +118,7 @@ def _convolution_modes(x, weight, transposed, groups):
             elif of_weight == Shard(in_dim):
                 mode = "row"
         elif left % size == 0 and Shard(0) == of_weight:
-            # The first dim of the kernel goes through the groups in order.
+            # The kernel's first dim lists the channels group by group.
             mode = "groups"
             left //= size
         modes.append(mode)
@@ -126,7 +126,7 @@ def _convolution_modes(x, weight, transposed, groups):
 
 
 def _convolution_plan(modes, transposed):
-    """Returns placements of arguments, result and gradients, by name."""
+    """Returns a dict of tensor name to its placements, one per mesh dim."""
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
     rows = {
         "column": {
@@ -191,7 +191,7 @@ def _local_groups(groups, modes, mesh):
 
 
 def cpu_attention(op, args, kwargs):
-    """Runs flash attention of the CPU on this process's batch and heads."""
+    """Runs CPU flash attention on this process's batch and heads."""
     mesh = local_tensors.mesh_of(args, kwargs)
     placements = _attention_placements(args[:3], mesh)
     query, key, value = (
@@ -203,7 +203,7 @@ def cpu_attention(op, args, kwargs):
             kwargs["attn_mask"], args[0].ndim, mesh, placements
         )
     result, logsumexp = op(query, key, value, *args[3:], **kwargs)
-    # Both have the batch first and the heads second.
+    # Dim 0 of both is the batch, dim 1 the heads.
     return (
         local_tensors.wrap_parts(result, mesh, placements),
         local_tensors.wrap_parts(logsumexp, mesh, placements),
@@ -227,7 +227,7 @@ def cpu_attention_backward(op, args, kwargs):
 
 
 def _attention_placements(tensors, mesh):
-    """Returns the split over batch and heads that query, key, value share."""
+    """Returns placements over batch and heads that fit query, key and value."""
     kept = []
     counts = {0: 1, 1: 1}
     for dim, of_query in enumerate(
@@ -257,9 +257,9 @@ def _local_mask(mask, ndim, mesh, placements):
 
 
 def take(original):
-    """Wraps `take`: numbers are looked up as the rows of a table of one column.
+    """Wraps `take`: looks up a split vector as a table with one column.
 
-    As the scales of an embedding that is quantized; they would be gathered.
+    Quantized embeddings look up scales this way; DTensor would gather them.
     """
 
     @functools.wraps(original)
@@ -274,10 +274,11 @@ def take(original):
 
 
 def embedding(original):
-    """Wraps `torch.nn.functional.embedding` with one for split tables.
+    """Wraps `torch.nn.functional.embedding` for split tables.
 
-    A table split over its rows looks up what it holds, and the parts are added
-    up; one split over its columns makes its part of each row.
+    If the rows are split, each process looks up the ids of its rows, and one
+    all-reduce adds the results. If the columns are split, each process looks
+    up its part of each row.
     """
 
     @functools.wraps(original)
@@ -318,10 +319,10 @@ def embedding(original):
 
 
 def _check_ids(ids, rows):
-    """Raises as one device does, where a table has no row for an id.
+    """Raises if the table has no row for an id, as on one device.
 
-    On CPU by a look at the ids. A GPU checks them on its own, and the error
-    comes when something waits for it.
+    On CPU the ids are read here. On GPU the check runs asynchronously, and the
+    error appears at the next synchronization.
     """
     outside = (ids < 0) | (ids >= rows)
     if not ids.is_cpu:

@@ -13,9 +13,9 @@ from keras_tp.backend.torch import placement
 def hook_setitem(original):
     """Writes into a split tensor, which stays split.
 
-    It is put together, written into, and each process keeps its part. DTensor
-    writes into a view; of a dim that is split, that is a copy, and what was
-    written is lost.
+    The tensor is gathered and written into, and each process keeps its shard.
+    DTensor writes into a view, which is a copy if the dim is split, so the
+    write is lost.
     """
 
     @functools.wraps(original)
@@ -37,7 +37,7 @@ def hook_setitem(original):
 
 
 def check_written(op, tensor):
-    """Raises if a tensor is a view that has no part of what it views.
+    """Raises if a tensor is a view that does not share its base's memory.
 
     Args:
         op: ATen operation that writes into `tensor`.
@@ -61,7 +61,7 @@ def check_written(op, tensor):
 
 
 def fill(op, args, kwargs):
-    """Fills this process's part with one number."""
+    """Fills this process's shard with one number."""
     target, value = args
     value = placement.to_full(value)
     if not isinstance(target, DTensor):
@@ -76,9 +76,9 @@ def fill(op, args, kwargs):
 
 
 def strided_view(op, args, kwargs):
-    """Views a tensor by its strides, which only a whole one has as its own.
+    """Runs `as_strided`, whose strides are valid for a replicated tensor only.
 
-    As the gradient of what was written into a part of a plain tensor does.
+    The gradient of a write into a slice of a plain tensor calls it.
     """
     x, *rest = args
     if placement.needs_communication(x):

@@ -1,4 +1,4 @@
-"""Caches of keys and values: written into on each process's part."""
+"""Writes into caches of keys and values, on each process's shard."""
 
 import functools
 
@@ -14,8 +14,8 @@ from keras_tp.backend.torch import placement
 def slice_update(original):
     """Wraps `keras.src.backend.torch.core.slice_update`.
 
-    A dim that is written whole, as that of heads, stays split as it is in what
-    is written, or in what is written into. DTensor would gather both.
+    A dim that is written in full, such as the heads, stays split as in the
+    updates or the inputs. DTensor would gather both.
     """
 
     @functools.wraps(original)
@@ -51,7 +51,7 @@ def slice_update(original):
 
 
 def _common(of_updates, of_inputs, shape, written):
-    """Returns the placement in which a process needs no part of another."""
+    """Returns a placement in which each process writes into its own shard."""
     for placed in (of_updates, of_inputs):
         if placed.is_shard() and shape[placed.dim] == written[placed.dim]:
             return placed

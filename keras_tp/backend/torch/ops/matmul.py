@@ -1,10 +1,10 @@
-"""Products of two tensors, computed by each process on its parts.
+"""Products of two tensors, computed by each process on its shards.
 
-DTensor takes `einsum` and `matmul` apart into some twenty operations, forward
-and backward, and dispatches each. Here the placements of the result are found
-once for each pair of specs, and the product of the parts is one operation.
-What is not covered (other equations, two operands split differently) goes
-DTensor's own way.
+DTensor decomposes `einsum` and `matmul` into some twenty operations, forward
+and backward, and dispatches each. Here the placements of the result are
+computed once for each pair of specs, and the product of the shards is one
+operation. Other equations, and operands with different splits, are left to
+DTensor.
 """
 
 import functools
@@ -25,7 +25,7 @@ from keras_tp.backend.torch import placement
 
 
 def settled(original):
-    """Wraps a function whose sums are added up before they are used."""
+    """Wraps a function: partial sums in its result are all-reduced."""
 
     @functools.wraps(original)
     def contraction(*args, **kwargs):
@@ -35,7 +35,7 @@ def settled(original):
 
 
 def einsum(original):
-    """Wraps `torch.einsum`; split sums are added up."""
+    """Wraps `torch.einsum`; partial sums are all-reduced."""
 
     @functools.wraps(original)
     def replacement(*args):
@@ -49,11 +49,11 @@ def einsum(original):
 
 
 def matmul(original):
-    """Wraps `torch.matmul`; split sums are added up."""
+    """Wraps `torch.matmul`; partial sums are all-reduced."""
 
     @functools.wraps(original)
     def replacement(x, y, *args, **kwargs):
-        # The product of a batch with a matrix, as in a dense layer.
+        # A batch times a matrix, as in a dense layer.
         if not args and not kwargs and _are_distributed(x, y) and y.ndim == 2:
             batch = string.ascii_letters[: x.ndim - 1]
             equation = f"{batch}y,yz->{batch}z"
@@ -72,7 +72,7 @@ def _are_distributed(x, y):
 
 
 def _product(equation, x, y):
-    """Returns the product, with sums that are split left partial.
+    """Returns the product; a sum over a split dim stays `Partial`.
 
     Args:
         equation: String without spaces.
@@ -80,7 +80,7 @@ def _product(equation, x, y):
         y: DTensor.
 
     Returns:
-        DTensor; `None` where the product is not covered.
+        DTensor; `None` if the product is left to DTensor.
     """
     if x.dtype != y.dtype:
         return None
@@ -91,7 +91,7 @@ def _product(equation, x, y):
 
 
 class _Product(torch.autograd.Function):
-    """The product of parts; its gradients are products of the same kind."""
+    """The product of shards; its gradients are products of the same kind."""
 
     @staticmethod
     def forward(ctx, equation, spec, x, y):
@@ -104,7 +104,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx, gradient):
         x, y = ctx.saved_tensors
         left, right, out = _operands(ctx.equation)
-        # A sum that is split has the same gradient in each of its parts.
+        # Each partial sum has the gradient of the whole sum.
         placements = tuple(
             Replicate() if p.is_partial() else p for p in ctx.spec.placements
         )
@@ -124,12 +124,12 @@ class _Product(torch.autograd.Function):
 
 @functools.lru_cache(maxsize=4096)
 def _spec_of_product(equation, x, y):
-    """Returns the spec of a product; `None` where it is not covered.
+    """Returns the spec of a product; `None` if it is left to DTensor.
 
     Args:
         equation: String without spaces.
         x: `DTensorSpec` of an operand.
-        y: `DTensorSpec` of the other.
+        y: `DTensorSpec` of the other operand.
     """
     found = _operands(equation)
     if found is None or x.mesh != y.mesh:
@@ -142,7 +142,7 @@ def _spec_of_product(equation, x, y):
     if any(
         sizes.setdefault(a, size) != size for a, size in zip(right, y.shape)
     ):
-        # One of them would be broadcast.
+        # Broadcasting is left to DTensor.
         return None
     placements = []
     for of_x, of_y in zip(x.placements, y.placements):
@@ -157,7 +157,7 @@ def _spec_of_product(equation, x, y):
 
 
 def _placement_of_product(operands, of_x, of_y):
-    """Returns how one mesh dim splits a product; `None` if not by its parts."""
+    """Returns the placement of a product on a mesh dim; `None` for no rule."""
     left, right, out = operands
     split = []
     for letters, placed in ((left, of_x), (right, of_y)):
@@ -185,8 +185,8 @@ def _placement_of_product(operands, of_x, of_y):
 def _operands(equation):
     """Returns the dims of both operands and of the result, as strings.
 
-    `None` unless each dim of an operand is in the other or in the result, once
-    in each: then gradients are products too.
+    Returns `None` unless each dim occurs in at least two of the three, and at
+    most once in each: only then are the gradients products too.
     """
     operands, arrow, out = equation.partition("->")
     left, comma, right = operands.partition(",")

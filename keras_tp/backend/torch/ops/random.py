@@ -1,4 +1,4 @@
-"""Random numbers: every process draws those of one, and keeps its part."""
+"""Random numbers: every process draws the whole tensor and keeps its shard."""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 
 def random_in_place(op, args, kwargs):
-    """Fills a DTensor with its part of the numbers that one process draws."""
+    """Fills a DTensor with the numbers that a plain tensor would get."""
     tensor = args[0]
     _refuse_partial(op, tensor)
     whole = torch.empty_strided(
@@ -31,7 +31,7 @@ def random_in_place(op, args, kwargs):
 
 
 def random_like(op, args, kwargs):
-    """Draws as one process does; the result is split as the argument is."""
+    """Draws the numbers of a plain tensor, split like the argument."""
     like = args[0]
     _refuse_partial(op, like)
     mesh = like.device_mesh
@@ -54,7 +54,7 @@ def random_like(op, args, kwargs):
 
 
 def native_dropout(op, args, kwargs):
-    """Drops what one process drops."""
+    """Drops the same elements as on one device."""
     x, rate, train = args
     _refuse_partial(op, x)
     mesh = x.device_mesh

@@ -1,9 +1,10 @@
-"""Heads of keys and values, repeated for those of queries, on their parts.
+"""Repeats KV heads for the query heads, on each process's shard.
 
-Keras repeats by a new dim that it joins with the old one. Where the queries'
-heads are split over more devices than there are heads to repeat, the gradient
-of the joined dim cannot be taken apart again: no device has a whole group.
-Here each process adds its heads up, and the sums are added up once.
+Keras adds a dim, expands it and joins it with the dim of heads. If the query
+heads are split over more devices than there are KV heads, no device holds a
+whole group of query heads, and DTensor cannot separate the joined dim in the
+gradient. Here each process sums the gradients of its own heads, and one
+all-reduce adds the sums.
 """
 
 import functools
@@ -44,7 +45,7 @@ def repeat(original):
 
 
 class _Repeat(torch.autograd.Function):
-    """Repeats along a dim that is whole."""
+    """Repeats along a dim that is not split."""
 
     @staticmethod
     def forward(ctx, x, repeats, axis):

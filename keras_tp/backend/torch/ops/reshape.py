@@ -1,4 +1,4 @@
-"""Shapes in which a split dim cannot stay split."""
+"""Reshapes in which a split dim cannot stay split."""
 
 import functools
 import math
@@ -8,10 +8,10 @@ from torch.distributed.tensor import Replicate
 
 
 def hook_reshape(original):
-    """Gathers a dim that its new shape does not divide.
+    """Gathers a split dim if its new shape cannot stay split.
 
-    DTensor refuses to take a split dim apart where the first of the new dims
-    is not a multiple of the number of devices.
+    DTensor raises if a split dim becomes several dims, and the number of
+    devices does not divide the first of them.
     """
 
     @functools.wraps(original)
@@ -42,7 +42,7 @@ def _divisible(x, sizes):
 
 
 def _keeps(shape, sizes, dim, count):
-    """Returns whether a split dim is not taken apart, or evenly."""
+    """Returns whether a split dim can stay split in the new shape."""
     before = math.prod(shape[:dim])
     for i, size in enumerate(sizes):
         if math.prod(sizes[:i]) == before and 1 < size < shape[dim]:

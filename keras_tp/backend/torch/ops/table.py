@@ -1,9 +1,9 @@
-"""Operations that DTensor does not split, or does not split as one process.
+"""Handlers for operations that DTensor cannot split, or splits incorrectly.
 
-`HANDLERS` take the place of DTensor's own way for an ATen operation, which is
-below the gradient: forward and backward have a handler each. `embedding` is a
-function of `torch.nn.functional`, because its gradient has to know how the
-table is split. `REPLICATED` is the list of what every process computes whole.
+`_HANDLERS` replaces DTensor's implementations of ATen operations, below
+autograd: forward and backward have a handler each. `embedding` is wrapped in
+`torch.nn.functional` instead, because its gradient depends on how the table is
+split. `REPLICATED` lists the operations that every process computes whole.
 """
 
 import functools
@@ -24,7 +24,7 @@ from keras_tp.backend.torch.ops import vocab_parallel
 
 aten = torch.ops.aten
 
-# Computed whole on every process, and why.
+# Operations that every process computes whole, by reason.
 REPLICATED = {
     "data-dependent shape": (
         "bincount.default",
@@ -106,11 +106,11 @@ REPLICATED = {
 
 
 class DTensorState:
-    """DTensor's global state as attributes, so that hooks can name it.
+    """DTensor's global state as attributes, so that hooks can replace it.
 
-    `aten.<operation>.<overload>` is the handler of an operation (`None`: the
-    operation goes DTensor's own way), and `implicit_replication` whether plain
-    tensors may meet DTensors. The latter is a setting of each thread.
+    `aten.<operation>.<overload>` is the handler of an operation (`None`:
+    DTensor's own implementation). `implicit_replication` says whether an
+    operation may mix plain tensors and DTensors; each thread has its own value.
     """
 
     @property
@@ -141,7 +141,7 @@ dtensor_state = DTensorState()
 
 
 def handler_table():
-    """Returns a dict of an ATen operation's name to what runs it."""
+    """Returns a dict of an ATen operation's name to its handler."""
     handlers = {str(op): handler for op, handler in _HANDLERS.items()}
     for names in REPLICATED.values():
         for name in names:
@@ -149,7 +149,7 @@ def handler_table():
     return handlers
 
 
-# Of an operation; writing it takes long.
+# Cached: `str` of an operation is slow.
 _name = functools.cache(str)
 
 
@@ -159,9 +159,10 @@ def _operation(name):
 
 
 def whole(function):
-    """Wraps a function: it is given whole plain tensors, on every process.
+    """Wraps a function to receive whole plain tensors, on every process.
 
-    For what writes into a new plain tensor, which cannot take split values.
+    Used for functions that write into a new plain tensor, which cannot hold
+    split values.
     """
 
     @functools.wraps(function)
@@ -175,10 +176,9 @@ def whole(function):
 
 
 def whole_vmap(original):
-    """Wraps `torch.vmap`: a mapped function is given whole plain tensors.
+    """Wraps `torch.vmap`: the mapped function receives whole plain tensors.
 
-    DTensor has no part in how torch turns the operations on one sample into
-    those on a batch.
+    DTensor has no rules for the batched operations that `vmap` makes.
     """
 
     @functools.wraps(original)
@@ -189,10 +189,10 @@ def whole_vmap(original):
 
 
 def along_dim(op, args, kwargs):
-    """Runs an operation that needs one dim whole, and only that one.
+    """Runs an operation that needs one dim whole; other dims stay split.
 
-    DTensor's own cumulative sums begin anew in each shard. Its `topk` has the
-    shape of an earlier call that asked for another number.
+    DTensor's own cumulative sums restart in each shard. Its `topk` returns the
+    shape of an earlier call with another `k`.
     """
     x, *rest = args
     names = [argument.name for argument in op._schema.arguments]
@@ -206,7 +206,7 @@ def along_dim(op, args, kwargs):
     ]
     results = op(local_tensors.local_part(x, mesh, placements), *rest, **kwargs)
     if op is aten.unbind.int:
-        # The dims behind it move up.
+        # The dims after the removed one move up.
         placements = [
             Shard(placed.dim - 1)
             if placed.is_shard() and placed.dim > dim
@@ -221,10 +221,10 @@ def along_dim(op, args, kwargs):
 
 
 def loss(op, args, kwargs):
-    """Runs a loss, or its gradient, that torch has as one operation.
+    """Runs a loss, or its gradient, that is one operation in torch.
 
-    Where it reduces, it is computed whole: DTensor takes the mean over the
-    part of one device.
+    A loss with a reduction is computed whole, because DTensor takes the mean
+    over one device's shard.
     """
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, args)), **kwargs}
@@ -246,14 +246,14 @@ def loss(op, args, kwargs):
 
 
 def pointwise(op, args, kwargs):
-    """Runs an operation on values that stand in the same place, on shards.
+    """Runs an elementwise operation on the shards.
 
-    DTensor knows most of them; not the gradients of some activations.
+    DTensor lacks the gradients of some activations.
     """
     mesh = local_tensors.mesh_of(args, kwargs)
     first = next(t for t in args if isinstance(t, DTensor))
     placements = [p if p.is_shard() else Replicate() for p in first.placements]
-    # What has another shape is empty: a buffer that is used on other devices.
+    # A tensor of another shape is empty: a buffer for other device types.
     args, kwargs = pytree.tree_map_only(
         torch.Tensor,
         lambda t: (
@@ -267,18 +267,18 @@ def pointwise(op, args, kwargs):
 
 
 def added_up(op, args, kwargs):
-    """Runs a reduction whose gradient compares, or divides by, its result.
+    """Runs a reduction and all-reduces its partial result.
 
-    A part of the result will not do for that.
+    The gradient compares with the full result, or divides by it.
     """
     return placement.settled(_own_way(op, args, kwargs))
 
 
 def all_dims(original):
-    """Wraps what DTensor asks which dims a reduction is over: none are all.
+    """Wraps `_infer_reduction_dims`: an empty list stands for all dims.
 
-    That is what torch means by an empty list, in the gradient of `amax` too.
-    DTensor notes that nothing is reduced, and each process keeps its part.
+    torch reads an empty list that way, also in the gradient of `amax`. DTensor
+    assumes that no dim is reduced, and each process keeps its partial result.
     """
 
     @functools.wraps(original)
@@ -292,8 +292,8 @@ def all_dims(original):
 def in_place(op, args, kwargs):
     """Runs an operation that writes into its first argument.
 
-    A plain tensor takes whole values, and a tensor of parts that are not added
-    up yet is added up first; DTensor refuses both.
+    Values for a plain tensor are gathered first, and partial sums in a DTensor
+    target are all-reduced first; DTensor raises in both cases.
     """
     target, *rest = args
     if not isinstance(target, DTensor):
@@ -308,7 +308,7 @@ def in_place(op, args, kwargs):
 
 
 def index(op, args, kwargs):
-    """Runs `x[indices]`; a boolean mask makes a shape nobody knows before."""
+    """Runs `x[indices]`, whole if a boolean mask makes the shape dynamic."""
     if any(
         torch.is_tensor(i) and i.dtype in (torch.bool, torch.uint8)
         for i in args[1]
@@ -318,7 +318,7 @@ def index(op, args, kwargs):
 
 
 def _own_way(op, args, kwargs):
-    """Runs an operation as DTensor does without a handler."""
+    """Runs DTensor's own implementation of an operation."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(op)
     try:
@@ -328,7 +328,7 @@ def _own_way(op, args, kwargs):
 
 
 def refused(op, args, kwargs):
-    """Raises, where the numbers would depend on the number of devices."""
+    """Raises: the numbers drawn would depend on the number of devices."""
     raise NotImplementedError(
         f"{op} draws as many numbers as its values ask for, which differ "
         "between devices. Apply it to a tensor that is not distributed, or "

@@ -1,10 +1,10 @@
-"""Softmax, its loss and argmax over classes that are split.
+"""Softmax, its loss and argmax over a split dim of classes.
 
-The logits of a vocabulary split over devices are the largest tensor of a
-language model. They are never gathered: each process reduces over the classes
-it holds, and what is communicated has no dim of classes any more (the
-vocabulary-parallel loss of Megatron-LM, https://arxiv.org/abs/1909.08053,
-section 3). These handlers are below the gradient.
+The logits of a split vocabulary are the largest tensor of a language model.
+They are never gathered: each process reduces over the classes it holds, and
+only the reduced tensors are communicated (the vocabulary-parallel loss of
+Megatron-LM, https://arxiv.org/abs/1909.08053, section 3). These handlers run
+below autograd.
 """
 
 import torch
@@ -50,22 +50,22 @@ class _Split:
         self.classes = tensor.shape[self.dim] if shape else 1
 
     def part(self, tensor):
-        """Returns this process's part of a tensor of the same shape."""
+        """Returns this process's shard of a tensor of the same shape."""
         return local_tensors.local_part(tensor, self.mesh, self.placements)
 
     def whole(self, local):
-        """Returns the DTensor of a part."""
+        """Returns the DTensor of a shard."""
         return local_tensors.wrap_parts(local, self.mesh, self.placements)
 
     def reduced(self, local, kind):
-        """Reduces over all classes what each process has of its own.
+        """Reduces over the classes of all processes, by one all-reduce.
 
         Args:
-            local: Tensor with a dim of size 1 for the classes.
+            local: Tensor, this process's result; the classes' dim has size 1.
             kind: String, `"sum"` or `"max"`.
 
         Returns:
-            Tensor of the same shape. One all-reduce.
+            Tensor of the same shape.
         """
         placements = [
             Partial(kind) if p == Shard(self.dim) else p
@@ -76,7 +76,7 @@ class _Split:
         )._local_tensor
 
     def gathered(self, local):
-        """Returns what each process has of its own, along the classes' dim."""
+        """Returns all processes' results, joined along the classes' dim."""
         placements = [
             Replicate() if p == Shard(self.dim) else p for p in self.placements
         ]
@@ -98,8 +98,8 @@ class _Split:
 def softmax(op, args, kwargs):
     """Runs `softmax` or `log_softmax`.
 
-    Where classes are split, two tensors as large as the logits without `dim`
-    are all-reduced: the maxima, and the sums of the exponentials.
+    If the classes are split, two tensors of the logits' shape without `dim` are
+    all-reduced: the maxima and the sums of the exponentials.
     """
     x, dim, to_float32 = args
     split = _Split(x, dim)
@@ -137,9 +137,9 @@ def softmax_backward(op, args, kwargs):
 def class_loss(op, args, kwargs):
     """Runs `nll_loss` over log probabilities, without a reduction.
 
-    Where classes are split, each process has those of some targets; the rest
-    is zero, and all of it is added up. With class weights, or a reduction, it
-    is computed whole.
+    If the classes are split, each process looks up the targets in its own
+    classes, with zeros for the others, and one all-reduce adds the results.
+    With class weights or a reduction, the loss is computed whole.
     """
     x, target, weight, reduction, ignored = args
     if not _by_part(x, weight, reduction):
@@ -164,7 +164,7 @@ def class_loss(op, args, kwargs):
 
 
 def class_loss_backward(op, args, kwargs):
-    """Returns the gradient of `class_loss`; nothing is communicated."""
+    """Returns the gradient of `class_loss`, without an all-reduce."""
     gradient, x, target, weight, reduction, ignored = args[:6]
     if not _by_part(x, weight, reduction):
         return local_tensors.replicated(op, args, kwargs)
@@ -186,7 +186,7 @@ def _by_part(x, weight, reduction):
 
 
 def _held(local, target, split, ignored):
-    """Returns where a process has the targets' classes, and whether."""
+    """Returns the targets' local class indices, and a mask of those held."""
     target = target.unsqueeze(1)
     counted = target != ignored
     torch._assert_async(
@@ -199,7 +199,7 @@ def _held(local, target, split, ignored):
 
 
 def argmax(op, args, kwargs):
-    """Runs `argmax` along a dim; gathers one candidate of each process."""
+    """Runs `argmax` along a dim; gathers one candidate per process."""
     x = args[0]
     given = dict(zip(("dim", "keepdim"), args[1:]), **kwargs)
     dim, keepdim = given.get("dim"), given.get("keepdim", False)
@@ -226,9 +226,9 @@ def argmax(op, args, kwargs):
 
 
 def logsumexp(op, args, kwargs):
-    """Runs `logsumexp`: maxima and sums are all-reduced where dims are split.
+    """Runs `logsumexp`; over split dims, maxima and sums are all-reduced.
 
-    DTensor's own keeps the split of a dim that it has reduced to one element.
+    DTensor's own `logsumexp` still treats a reduced dim of size 1 as split.
     """
     x, dims, *rest = args
     keepdim = rest[0] if rest else kwargs.get("keepdim", False)
@@ -246,7 +246,7 @@ def logsumexp(op, args, kwargs):
         return local_tensors.settled_parts(local, mesh, summed)._local_tensor
 
     maxima = reduced(local.amax(dims, keepdim=True), "max")
-    # Where all are infinite, nothing is subtracted.
+    # An infinite maximum is not subtracted: inf - inf is NaN.
     maxima = torch.where(maxima.abs() == torch.inf, 0, maxima)
     total = reduced((local - maxima).exp().sum(dims, keepdim=True), "sum")
     result = total.log() + maxima
