@@ -122,11 +122,38 @@ class Switchboard:
 
             return hook._replace(replace=replace)
 
+        def handlers(hook):
+            """The row of DTensor's handlers: each of ours is a name."""
+
+            def replace(found):
+                new = dict(hook.replace(found))
+                for operation in [op for op in new if op not in found]:
+                    name = f"handler {operation}"
+                    if self.removed == name:
+                        del new[operation]
+                    elif self.removed is None:
+                        self.reached[name]
+                        new[operation] = noted(new[operation], name)
+                return new
+
+            def noted(handler, name):
+                @functools.wraps(handler)
+                def call(*args, **kwargs):
+                    self.note(name)
+                    return handler(*args, **kwargs)
+
+                return call
+
+            return hook._replace(replace=replace)
+
         def install(table):
             # A table may have several rows of one attribute.
             count = collections.Counter()
             rows = []
             for hook in table:
+                if hook.attribute == "_custom_op_handlers":
+                    rows.append(handlers(hook))
+                    continue
                 name = f"hook {hook.owner}.{hook.attribute}"
                 count[name] += 1
                 if count[name] > 1:

@@ -2,6 +2,7 @@
 
 import collections
 import importlib
+import inspect
 import sys
 
 import keras
@@ -117,6 +118,8 @@ def _replace(hooks_and_owners):
         # delete it.
         own = vars(owner).get(hook.attribute, _ABSENT)
         original = getattr(owner, hook.attribute, None)
+        if inspect.isdatadescriptor(getattr(type(owner), hook.attribute, None)):
+            own = original
         setattr(owner, hook.attribute, hook.replace(original))
         _installed.append((owner, hook.attribute, own))
 

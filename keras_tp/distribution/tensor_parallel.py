@@ -22,6 +22,7 @@ from keras_tp.distribution.planning.model_inputs import NoPlanError
 from keras_tp.distribution.sharding_plan import ShardingPlan
 from keras_tp.distribution.sharding_plan import plan_sharding
 from keras_tp.distribution.tensor_layout import TensorLayout
+from keras_tp.distribution.tensor_layout import axis_size
 from keras_tp.distribution.tensor_layout import format_bytes
 
 
@@ -113,7 +114,7 @@ class TensorParallel(ModelParallel):
         self._strict = strict
         self._planned = {}
         axis = planner.model_axis(device_mesh)
-        if dict(zip(names, device_mesh.shape)).get(axis, 1) == 1:
+        if axis_size(device_mesh, axis) == 1:
             warn_if_unsplit(device_mesh, [axis] * bool(axis))
 
     num_model_replicas = Distribution.num_model_replicas
@@ -328,7 +329,7 @@ def _matches_any(pattern, model):
 def _largest_dim_split(shape, device_mesh):
     """Returns axes that split the largest dim that divides evenly."""
     axis = planner.model_axis(device_mesh)
-    count = dict(zip(device_mesh.axis_names, device_mesh.shape)).get(axis, 1)
+    count = axis_size(device_mesh, axis)
     axes = [None] * len(shape)
     dims = [i for i, size in enumerate(shape) if size and size % count == 0]
     if dims and axis:

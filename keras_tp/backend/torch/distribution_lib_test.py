@@ -6,6 +6,7 @@ if keras.config.backend() != "torch":
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 import keras_tp
 from keras_tp import distribution
@@ -77,7 +78,7 @@ def test_installing_is_undone():
     for hook, original in zip(hooks, before):
         now = getattr(hook.resolve(), hook.attribute)
         assert now is original or now == original, hook
-    assert not table.dtensor_state.implicit_replication
+    assert not DTensor._op_dispatcher._allow_implicit_replication
 
 
 def test_every_hook_says_why_and_appears_once():
@@ -87,8 +88,9 @@ def test_every_hook_says_why_and_appears_once():
 
 
 def test_operations_of_the_handlers_exist():
-    for name in table.handler_table():
-        assert str(table._operation(name)) == name
+    handlers = table.with_handlers({})
+    assert len(handlers) > 90
+    assert all(isinstance(op, torch._ops.OpOverload) for op in handlers)
 
 
 def test_agreeing_alone_changes_nothing():

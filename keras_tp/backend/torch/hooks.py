@@ -212,7 +212,6 @@ _VARIABLE = "keras.src.backend.torch.core:Variable"
 _TRAINER = "keras.src.backend.torch.trainer:TorchTrainer"
 _EPOCH = "keras.src.backend.torch.trainer:TorchEpochIterator"
 _DTENSOR = "torch.distributed.tensor:DTensor"
-_STATE = "keras_tp.backend.torch.ops.table:dtensor_state"
 
 TABLE = [
     Hook(
@@ -417,18 +416,16 @@ TABLE = [
         "the scales of a split table are not gathered",
     ),
     *compiling.TABLE,
-    *(
-        Hook(
-            _STATE,
-            name,
-            lambda original, handler=handler: handler,
-            "it is split, or drawn, as one process does",
-        )
-        for name, handler in table.handler_table().items()
+    Hook(
+        f"{_DTENSOR}._op_dispatcher",
+        "_custom_op_handlers",
+        table.with_handlers,
+        "operations are split, or drawn, as one process does",
     ),
     Hook(
-        _STATE,
-        "implicit_replication",
+        f"{_DTENSOR}._op_dispatcher",
+        # A setting of each thread.
+        "_allow_implicit_replication",
         lambda original: True,
         "plain tensors, equal in all processes, meet distributed ones",
     ),

@@ -226,9 +226,6 @@ class Classes:
                     # A variable of heads that do not divide stays whole.
                     self.frozen.setdefault(path, f"heads: {why}")
 
-    def _counts_heads(self, node):
-        return self.dims.find(node) in self.head_classes
-
     def _find_costs(self):
         """Sums the bytes that splitting a class would communicate."""
         self.cost = collections.Counter()

@@ -11,6 +11,7 @@ from keras_tp.distribution.planning.plan_rows import PlannedReduction
 from keras_tp.distribution.planning.plan_rows import PlannedVariable
 from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import as_layout
+from keras_tp.distribution.tensor_layout import axis_size
 from keras_tp.distribution.tensor_layout import check_layout
 
 # Names of mesh axes that split batches, not variables.
@@ -27,8 +28,7 @@ def plan_graph(graph, device_mesh, overrides=None):
         overrides: Dict, as `plan_sharding` takes it. Defaults to `None`.
     """
     axis = model_axis(device_mesh)
-    sizes = dict(zip(device_mesh.axis_names, device_mesh.shape))
-    count = sizes[axis] if axis else 1
+    count = axis_size(device_mesh, axis)
     overridden = _resolve_overrides(graph, device_mesh, overrides or {})
     forced = {
         path: axes.index(axis) if axis in axes else None

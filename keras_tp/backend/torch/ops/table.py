@@ -105,57 +105,15 @@ REPLICATED = {
 }
 
 
-class DTensorState:
-    """DTensor's global state as attributes, so that hooks can replace it.
-
-    `aten.<operation>.<overload>` is the handler of an operation (`None`:
-    DTensor's own implementation). `implicit_replication` says whether an
-    operation may mix plain tensors and DTensors; each thread has its own value.
-    """
-
-    @property
-    def __dict__(self):
-        found = {_name(op): f for op, f in self._handlers().items()}
-        found["implicit_replication"] = (
-            DTensor._op_dispatcher._allow_implicit_replication
-        )
-        return found
-
-    def __getattr__(self, name):
-        return self.__dict__.get(name)
-
-    def __setattr__(self, name, value):
-        if name == "implicit_replication":
-            DTensor._op_dispatcher._allow_implicit_replication = value
-        else:
-            self._handlers()[_operation(name)] = value
-
-    def __delattr__(self, name):
-        del self._handlers()[_operation(name)]
-
-    def _handlers(self):
-        return DTensor._op_dispatcher._custom_op_handlers
-
-
-dtensor_state = DTensorState()
-
-
-def handler_table():
-    """Returns a dict of an ATen operation's name to its handler."""
-    handlers = {str(op): handler for op, handler in _HANDLERS.items()}
+def with_handlers(original):
+    """Returns DTensor's dict of operations to handlers, with ours in it."""
+    handlers = {**original, **_HANDLERS}
     for names in REPLICATED.values():
         for name in names:
-            handlers[f"aten.{name}"] = local_tensors.replicated
+            packet, overload = name.split(".")
+            operation = getattr(getattr(aten, packet), overload)
+            handlers[operation] = local_tensors.replicated
     return handlers
-
-
-# Cached: `str` of an operation is slow.
-_name = functools.cache(str)
-
-
-def _operation(name):
-    _, packet, overload = name.split(".")
-    return getattr(getattr(aten, packet), overload)
 
 
 def whole(function):
