@@ -3,17 +3,11 @@
 The first dim of a tensor indexes the devices of one mesh axis, and is split
 over that axis: device `i` of the axis holds `x[i]`. The other dims keep their
 splits. Each function is a linear map of such tensors, so `Returns:` defines it
-without any device.
-
-Processes on CPUs use no reduce-scatter: with jaxlib 0.10, its sums of large
-parts (16 MiB) are wrong on one device, without an error
-(https://github.com/jax-ml/jax/issues/40830).
+without any device. Where there are several processes, all of them have to call
+each function.
 """
 
-import jax
-import jax.numpy as jnp
-
-from keras_tp.backend.jax import processes
+from keras_tp.backend import current
 
 
 def all_reduce(x, device_mesh, axis):
@@ -29,7 +23,7 @@ def all_reduce(x, device_mesh, axis):
     Returns:
         Tensor of the same shape: `y[i] = sum(x[j] for all j)`.
     """
-    return _map(lambda part: jax.lax.psum(part, axis), x, device_mesh, axis)
+    return _collectives().all_reduce(x, device_mesh, axis)
 
 
 def all_gather(x, device_mesh, axis):
@@ -45,7 +39,7 @@ def all_gather(x, device_mesh, axis):
     Returns:
         Tensor of shape `(n, n * k, ...)`: `y[i] = concatenate(x)`.
     """
-    return _map(lambda part: _all_gather(part, axis), x, device_mesh, axis)
+    return _collectives().all_gather(x, device_mesh, axis)
 
 
 def reduce_scatter(x, device_mesh, axis):
@@ -61,7 +55,7 @@ def reduce_scatter(x, device_mesh, axis):
     Returns:
         Tensor of shape `(n, k, ...)`: `y[i] = split(sum(x), n)[i]`.
     """
-    return _map(lambda part: _reduce_scatter(part, axis), x, device_mesh, axis)
+    return _collectives().reduce_scatter(x, device_mesh, axis)
 
 
 def broadcast(x, device_mesh, axis, source=0):
@@ -79,12 +73,7 @@ def broadcast(x, device_mesh, axis, source=0):
     Returns:
         Tensor of the same shape: `y[i] = x[source]`.
     """
-    return _map(
-        lambda part: jax.lax.psum(_only(part, axis, source), axis),
-        x,
-        device_mesh,
-        axis,
-    )
+    return _collectives().all_reduce(x, device_mesh, axis, source)
 
 
 def scatter(x, device_mesh, axis, source=0):
@@ -102,48 +91,8 @@ def scatter(x, device_mesh, axis, source=0):
     Returns:
         Tensor of shape `(n, k, ...)`: `y[i] = split(x[source], n)[i]`.
     """
-    return _map(
-        lambda part: _reduce_scatter(_only(part, axis, source), axis),
-        x,
-        device_mesh,
-        axis,
-    )
+    return _collectives().reduce_scatter(x, device_mesh, axis, source)
 
 
-def _map(function, x, device_mesh, axis):
-    """Runs a function on the part of each device of an axis."""
-    spec = jax.sharding.PartitionSpec(axis)
-    return jax.shard_map(
-        function,
-        mesh=device_mesh.backend_mesh,
-        in_specs=spec,
-        out_specs=spec,
-        axis_names={axis},
-    )(x)
-
-
-def _all_gather(part, axis):
-    if processes.are_on_cpus():
-        # The gradient of `jax.lax.all_gather` is a reduce-scatter.
-        size = part.shape[1]
-        whole = jnp.concatenate(
-            [jnp.zeros_like(part)] * jax.lax.axis_size(axis), 1
-        )
-        first = jax.lax.axis_index(axis) * size
-        whole = jax.lax.dynamic_update_slice_in_dim(whole, part, first, 1)
-        return jax.lax.psum(whole, axis)
-    return jax.lax.all_gather(part, axis, axis=1, tiled=True)
-
-
-def _reduce_scatter(part, axis):
-    if processes.are_on_cpus():
-        size = part.shape[1] // jax.lax.axis_size(axis)
-        first = jax.lax.axis_index(axis) * size
-        whole = jax.lax.psum(part, axis)
-        return jax.lax.dynamic_slice_in_dim(whole, first, size, 1)
-    return jax.lax.psum_scatter(part, axis, scatter_dimension=1, tiled=True)
-
-
-def _only(part, axis, source):
-    is_source = jax.lax.axis_index(axis) == source
-    return jnp.where(is_source, part, jnp.zeros_like(part))
+def _collectives():
+    return current.load("collectives")
