@@ -23,6 +23,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 
 import keras
@@ -32,6 +33,7 @@ from integration_tests import fuzz_files
 from integration_tests import launching
 from keras_tp import distribution
 from keras_tp.backend.processes import rendezvous
+from keras_tp.backend.processes import supervisor
 from keras_tp.backend.saving import sharded_files
 
 NAMES = {
@@ -41,6 +43,7 @@ NAMES = {
 }
 LIMIT_S = 120
 FOR_EVER = 10**9
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 # A fork of TensorFlow, after its runtime has started, waits for threads that it
 # does not have.
 FORKS = keras.config.backend() != "tensorflow"
@@ -191,13 +194,19 @@ def save_often(path, processes, times):
             save(model, path)
 
 
+def log_of(path):
+    """Returns the file that the processes of a run write to."""
+    return path.parent.parent / "log.txt"
+
+
 def forked_run(path, processes, times):
     """Starts a run as forks of this process, and returns their ids.
 
     They need not import a framework again, and the runtime of none has started
     here. Each joins the others by the variables that a launcher would set.
     """
-    addresses = [f"127.0.0.1:{launching.free_port()}" for _ in range(processes)]
+    ports = supervisor.free_ports(processes)
+    addresses = [f"127.0.0.1:{port}" for port in ports]
     host, port = addresses[0].split(":")
     variables = {
         "KERAS_DISTRIBUTION_JOB_ADDRESSES": ",".join(addresses),
@@ -208,6 +217,7 @@ def forked_run(path, processes, times):
         variables.update(MASTER_ADDR=host, MASTER_PORT=port)
         variables["WORLD_SIZE"] = str(processes)
         variables["LOCAL_WORLD_SIZE"] = str(processes)
+    log_of(path).unlink(missing_ok=True)
     found = []
     for index in range(processes):
         process = os.fork()
@@ -218,11 +228,14 @@ def forked_run(path, processes, times):
                 if "WORLD_SIZE" in variables:
                     variables.update(RANK=str(index), LOCAL_RANK=str(index))
                 os.environ.update(variables)
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, 1)
-                os.dup2(nowhere, 2)
+                output = os.open(log_of(path), _APPEND, 0o600)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
                 save_often(path, processes, times)
                 code = 0
+            except BaseException:
+                traceback.print_exc()
+                raise
             finally:
                 os._exit(code)
         found.append(process)
@@ -234,7 +247,8 @@ def search_runs(kind, seed, count, processes):
     draw = random.Random(f"{kind} {seed} {processes}")
     outcomes, defects = collections.Counter(), []
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / NAMES[kind]
+        path = pathlib.Path(folder, "saves", NAMES[kind])
+        path.parent.mkdir()
         before = 0
         for _ in range(count):
             run = forked_run(path, processes, FOR_EVER)
@@ -278,7 +292,10 @@ def _wait_for_more(path, value):
     end = time.monotonic() + LIMIT_S
     while _held(path) <= value:
         if time.monotonic() > end:
-            raise RuntimeError(f"Nothing was saved within {LIMIT_S} s.")
+            said = log_of(path).read_text()
+            raise RuntimeError(
+                f"Nothing was saved within {LIMIT_S} s. A process said:\n{said}"
+            )
         time.sleep(0.01)
 
 

@@ -30,6 +30,7 @@ _GRACE_S = 2.0
 _SIGNAL_S = 8.0
 
 _RUNNER = "keras_tp.backend.processes.child"
+_PORTS = range(15000, 32000)
 
 # The environment variables that describe the run to a process.
 ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
@@ -110,7 +111,7 @@ class Plan(
         The processes of one of several hosts have consecutive ports.
         """
         if not self.hosts:
-            return [f"127.0.0.1:{port}" for port in _free_ports(self.processes)]
+            return [f"127.0.0.1:{port}" for port in free_ports(self.processes)]
         hosts = [host.rpartition(":") for host in self.hosts]
         return [
             f"{name}:{int(port) + local}"
@@ -308,9 +309,19 @@ def _supervise(children, events):
     return ended_by
 
 
-def _free_ports(count):
-    sockets = [socket.create_server(("", 0)) for _ in range(count)]
-    ports = [server.getsockname()[1] for server in sockets]
-    for server in sockets:
-        server.close()
-    return ports
+def free_ports(count):
+    """Returns ports that nothing listens at.
+
+    They are below the ports that a system gives to outgoing connections. A
+    process takes its port seconds later, and such a connection may have it.
+    """
+    found = []
+    while len(found) < count:
+        port = _PORTS.start + secrets.randbelow(len(_PORTS))
+        try:
+            socket.create_server(("", port)).close()
+        except OSError:
+            continue
+        if port not in found:
+            found.append(port)
+    return found
