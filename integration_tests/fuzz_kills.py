@@ -13,12 +13,15 @@ its end nothing is left behind by those that were killed.
 """
 
 import argparse
+import atexit
 import collections
+import contextlib
 import json
 import os
 import pathlib
 import random
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -194,6 +197,16 @@ def save_often(path, processes, times):
             save(model, path)
 
 
+@contextlib.contextmanager
+def folder_of_parent():
+    """A temporary folder that a fork does not remove when it ends."""
+    folder = tempfile.mkdtemp()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
 def log_of(path):
     """Returns the file that the processes of a run write to."""
     return path.parent.parent / "log.txt"
@@ -232,6 +245,8 @@ def forked_run(path, processes, times):
                 os.dup2(output, 1)
                 os.dup2(output, 2)
                 save_often(path, processes, times)
+                # They end together, as processes do that are not forks.
+                atexit._run_exitfuncs()
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -246,7 +261,7 @@ def search_runs(kind, seed, count, processes):
     """Kills one process of a run that saves, as `search`."""
     draw = random.Random(f"{kind} {seed} {processes}")
     outcomes, defects = collections.Counter(), []
-    with tempfile.TemporaryDirectory() as folder:
+    with folder_of_parent() as folder:
         path = pathlib.Path(folder, "saves", NAMES[kind])
         path.parent.mkdir()
         before = 0

@@ -53,7 +53,7 @@ def page(plan):
     for kind, path in plan.without_rule.items():
         body.append(
             f"<p>No rule for {html.escape(kind)} (first in "
-            f"{html.escape(path)}): what it meets is not split.</p>"
+            f"{html.escape(path)}): its inputs and outputs are not split.</p>"
         )
     for layer, variables, sums in _in_order(plan):
         if variables:

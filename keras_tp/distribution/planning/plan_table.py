@@ -43,7 +43,7 @@ def table(plan):
     )
     for kind, path in plan.without_rule.items():
         console.print(
-            f"No rule for {kind} (first in {path!r}): what it meets is "
-            "not split."
+            f"No rule for {kind} (first in {path!r}): its inputs and "
+            "outputs are not split."
         )
     return text.getvalue().rstrip()

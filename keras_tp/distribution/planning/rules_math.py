@@ -8,7 +8,7 @@ from keras_tp.distribution.planning.rules import rule
 
 _GREEK = "αβγδεζηθ"
 # One reason for all forms of attention, because backends use different forms.
-IN_ATTENTION = "inside of an attention head, or positions"
+IN_ATTENTION = "inside an attention head, or a position"
 
 
 def axes_of(axis, ndim):

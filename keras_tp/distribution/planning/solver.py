@@ -17,9 +17,9 @@ from keras_tp.distribution.planning.dim_groups import Classes
 # layer is that large; there, this share of the largest variable is enough.
 LONE_SHARE = 0.01
 LONE_SHARE_OF_LARGEST = 0.5
-COLUMN = "column: the gradient of its input is summed"
+COLUMN = "column-parallel: one all-reduce of the input's gradient"
 # Why a fused projection is whole, and how it could be split.
-IN_BLOCKS = "{} blocks in one dim, which no Keras layout can say"
+IN_BLOCKS = "{} blocks in one dim, which no Keras layout can express"
 INSTEAD = "; give them a dim of their own, or let each head have its blocks"
 # A class is skipped if less than this share of its bytes is still free.
 BROKEN_SHARE = 0.5
@@ -234,20 +234,22 @@ class _Planner(Classes):
         if not hasattr(self, "_uses"):
             self._uses = self._find_uses()
         root, _ = self.class_of((value.index, dim))
-        return self._uses.get((value.index, root), "with the dims it meets")
+        return self._uses.get(
+            (value.index, root), "split with the dims it is combined with"
+        )
 
     def _find_uses(self):
         """Returns a dict of (variable, class) to the effect of its split."""
         uses = {}
         for partial in self.dims.partials:
             if all(map(self.dims.is_weight, partial.step.inputs)):
-                use = "as the kernel that LoRA adds to"
+                use = "split like the kernel that LoRA adapts"
             elif partial.backward:
                 use = COLUMN
             elif partial.step.kind == "Take":
-                use = "rows of a table: what is looked up is summed"
+                use = "row-parallel embedding: one all-reduce after the lookup"
             else:
-                use = "row: the output is summed"
+                use = "row-parallel: one all-reduce of the output"
             root, _ = self.class_of(partial.node)
             for value in [*partial.step.inputs, *partial.step.variables]:
                 for i in range(value.ndim):
