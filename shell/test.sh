@@ -33,10 +33,11 @@ fi
 case ${KERAS_BACKEND:-} in
 '')
     # Three at a time on two cores, as tests of processes wait much; those of
-    # torch in halves. What they print comes when they have ended.
+    # TensorFlow and torch in halves. What they print comes when they ended.
     logs=$(mktemp -d)
     trap 'rm -rf "$logs"' EXIT
-    printf '%s\n' jax tensorflow torch-processes torch-others |
+    printf '%s\n' jax tensorflow-models torch-processes \
+        tensorflow-package torch-others |
         xargs -P 3 -I{} bash -c '
         KERAS_BACKEND=${1%%-*} KERAS_TP_TESTS=${1#*-} \
             bash shell/test.sh >"$2/$1" 2>&1
@@ -62,6 +63,11 @@ torch)
     "$PYTHON" -m pytest --durations=25 "${others[@]}" "${processes[@]}"
     ;;
 *)
-    "$PYTHON" -m pytest --durations=25 keras_tp integration_tests
+    folders=(keras_tp integration_tests)
+    case ${KERAS_TP_TESTS:-} in
+    package) folders=(keras_tp) ;;
+    models) folders=(integration_tests) ;;
+    esac
+    "$PYTHON" -m pytest --durations=25 "${folders[@]}"
     ;;
 esac
