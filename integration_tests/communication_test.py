@@ -128,6 +128,21 @@ def test_values_and_gradients(name, shape):
 
 
 @harness.shapes((1, 2), (1, 4))
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_other_devices_may_hold_nan(name, shape):
+    source = ARGUMENTS[name]["source"]
+    plain, model = model_of(name, shape[1]), distributed(name, shape)
+    held = np.array(harness.weights_of(plain)[f"{name}/held"])
+    held[np.arange(len(held)) != source] = np.nan
+    plain.set_weights([held])
+    model.set_weights([held])
+    x, _ = data(plain)
+    want, got = plain.predict(x, verbose=0), model.predict(x, verbose=0)
+    assert np.all(np.isfinite(want))
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+@harness.shapes((1, 2), (1, 4))
 @pytest.mark.parametrize("name", MEANING)
 def test_what_is_communicated(name, shape):
     """One collective, or, in training, one more for the gradient."""

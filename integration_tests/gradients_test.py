@@ -1,4 +1,4 @@
-"""Gradients: what is summed, what is clipped, and what devices hold.
+"""Gradients: sums over devices, clipping, and the bytes on each device.
 
 README.md of this folder names the row that each test shows.
 """

@@ -171,10 +171,10 @@ def run_files(
 
 
 def take_over(run, files, folder):
-    """Copies the results that another distribution would not change.
+    """Copies the results of tests that do not depend on the distribution.
 
-    A test in which the distribution was not asked anything, most often as it
-    makes no variable, runs alike under any.
+    A test that asks nothing of the distribution gives the same result under
+    each. Most of these tests make no variable.
 
     Args:
         run: `Run` that the results are for.
@@ -340,6 +340,7 @@ def _end(process):
 
 def _environment(run):
     given = launching.environment(
+        devices=run.devices,
         KERAS_BACKEND=run.backend,
         PYTHONHASHSEED="0",
         PYTHONPATH=os.pathsep.join(
@@ -349,13 +350,11 @@ def _environment(run):
     )
     given.pop("PYTHONUNBUFFERED", None)
     if run.backend == "jax":
-        wait = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-        count = f"--xla_force_host_platform_device_count={run.devices}"
-        flags = f"{given.get('XLA_FLAGS', '')} {wait} {count}"
-        given.update(XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
-    elif run.backend == "tensorflow":
-        given["KERAS_TP_CPU_DEVICES"] = str(run.devices)
-    elif run.distribution != "none":
+        given["XLA_FLAGS"] += (
+            " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+        )
+        given["JAX_PLATFORMS"] = "cpu"
+    elif run.backend == "torch" and run.distribution != "none":
         given["OMP_NUM_THREADS"] = "1"
     return given
 
@@ -602,7 +601,7 @@ def main(argv=None):
             forget(run, options.results, tests=only)
         elif options.fresh:
             forget(run, options.results, files)
-        if name != "none":
+        elif name != "none":
             take_over(run, files, options.results)
         _run_and_tell(run, files, options, only)
         if name != "none":

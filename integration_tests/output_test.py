@@ -69,7 +69,7 @@ def script(tmp_path_factory):
 
 
 def run(*arguments, processes=2):
-    # What it prints is what a user sees, who has not set this.
+    # Users see the output without this variable.
     env = launching.environment()
     env.pop("TF_CPP_MIN_LOG_LEVEL", None)
     options = ["--devices", "2"]

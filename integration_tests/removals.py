@@ -102,6 +102,16 @@ class Switchboard:
             message = crash.message if crash else str(report.longrepr)
             self.failure = message.strip().splitlines()[0][:120]
 
+    def noting(self, function, name):
+        """Wraps a function so that a call of it is noted under a name."""
+
+        @functools.wraps(function)
+        def noted(*args, **kwargs):
+            self.note(name)
+            return function(*args, **kwargs)
+
+        return noted
+
     def install(self, original):
         """Wraps `hooks.install`: rows are noted, or left out."""
 
@@ -113,12 +123,7 @@ class Switchboard:
                     self.note(name)
                     return new
 
-                @functools.wraps(new)
-                def noted(*args, **kwargs):
-                    self.note(name)
-                    return new(*args, **kwargs)
-
-                return noted
+                return self.noting(new, name)
 
             return hook._replace(replace=replace)
 
@@ -126,23 +131,18 @@ class Switchboard:
             """The row of DTensor's handlers: each of ours is a name."""
 
             def replace(found):
-                new = dict(hook.replace(found))
-                for operation in [op for op in new if op not in found]:
+                new = dict(found)
+                for operation, handler in hook.replace(found).items():
+                    if handler is found.get(operation):
+                        continue
                     name = f"handler {operation}"
-                    if self.removed == name:
-                        del new[operation]
-                    elif self.removed is None:
+                    if self.removed is None:
+                        # It may be that no test reaches it.
                         self.reached[name]
-                        new[operation] = noted(new[operation], name)
+                        handler = self.noting(handler, name)
+                    if self.removed != name:
+                        new[operation] = handler
                 return new
-
-            def noted(handler, name):
-                @functools.wraps(handler)
-                def call(*args, **kwargs):
-                    self.note(name)
-                    return handler(*args, **kwargs)
-
-                return call
 
             return hook._replace(replace=replace)
 

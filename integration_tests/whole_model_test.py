@@ -1,4 +1,4 @@
-"""What a sharded model holds, computes and offers, against one device.
+"""Memory, numbers and methods of a sharded model, against one device.
 
 The reference is a model of its own on one device. README.md of this folder
 names the row that each test shows.

@@ -1,4 +1,4 @@
-"""Imports go one way: no circle, and nothing below knows what is above."""
+"""The import graph has no cycle, and no module imports from a higher room."""
 
 import ast
 import graphlib
@@ -9,11 +9,14 @@ import pytest
 from keras_tp import backend
 
 PACKAGE = pathlib.Path(__file__).parent
-# From the bottom to the top. A module belongs to the longest that fits.
+BACKENDS = [f"keras_tp.backend.{name}" for name in backend.SUPPORTED_BACKENDS]
+PLANNING = "keras_tp.distribution.planning"
+# From the bottom to the top. A module belongs to the room with the longest
+# name that fits.
 ROOMS = [
-    "keras_tp.distribution.planning",
+    PLANNING,
     "keras_tp.backend",
-    *(f"keras_tp.backend.{name}" for name in backend.SUPPORTED_BACKENDS),
+    *BACKENDS,
     "keras_tp.distribution",
     "keras_tp",
 ]
@@ -64,7 +67,7 @@ def arrows_up(graph):
         if ROOMS.index(room_of(imported)) > ROOMS.index(room_of(module))
         # A module that imports none of ours is below all of them.
         and graph[imported]
-        and not (room_of(module) == ROOMS[0] and imported in SHARED)
+        and not (room_of(module) == PLANNING and imported in SHARED)
     ]
 
 
@@ -80,14 +83,14 @@ def test_no_arrow_goes_up():
 def test_a_backend_is_imported_by_itself_only():
     for module, found in import_graph().items():
         for imported in found:
-            if room_of(imported) in ROOMS[2:-2]:
+            if room_of(imported) in BACKENDS:
                 assert room_of(module) == room_of(imported), (module, imported)
 
 
 def test_planning_imports_no_backend():
     for module, found in import_graph().items():
-        if room_of(module) == ROOMS[0]:
-            outside = {m for m in found if room_of(m) != ROOMS[0]}
+        if room_of(module) == PLANNING:
+            outside = {m for m in found if room_of(m) != PLANNING}
             assert outside <= SHARED, module
 
 

@@ -60,9 +60,9 @@ class TensorParallelKeras(metaclass=_IsSharded):
 
     The call plans the model and moves it in place. Weights, optimizer slots,
     metrics and random state move one at a time and keep their values. The
-    call returns **the same object**: its class, paths, compile state, summary
-    and files stay those of the plain model, and `isinstance` holds for its
-    class and for this one. A model that is loaded from its files is plain.
+    call returns **the same object**. Its class, paths, compile state, summary
+    and files do not change. `isinstance` is true for its own class and for
+    this one. A model that is loaded from its files is a plain model.
 
     This is `distribute_model(model, TensorParallel(mesh))` for a mesh of one
     axis. Use these two for overrides, for a second axis that splits the batch,

@@ -15,9 +15,9 @@ if [ $# -gt 0 ]; then
     export KERAS_BACKEND=${KERAS_BACKEND:-jax}
 fi
 if [ "${KERAS_BACKEND:-}" = jax ] && [ "${KERAS_TP_SLOW:-}" != 1 ]; then
-    # The compiler takes most of the time on JAX: without these optimizations of
-    # code for CPUs, a third of it. The partitioner, which inserts collectives,
-    # works as always.
+    # XLA's compiler takes most of the time on JAX. Without these optimizations
+    # of CPU code, tests take about half or a third. The partitioner, which
+    # inserts the collectives, is not affected.
     export JAX_DISABLE_MOST_OPTIMIZATIONS=1
     export XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_use_fusion_emitters=false"
 fi
@@ -33,7 +33,7 @@ fi
 case ${KERAS_BACKEND:-} in
 '')
     # Three at a time on two cores, as tests of processes wait much; those of
-    # TensorFlow and torch in halves. What they print comes when they ended.
+    # TensorFlow and torch in halves. The output of each follows its end.
     logs=$(mktemp -d)
     trap 'rm -rf "$logs"' EXIT
     printf '%s\n' jax tensorflow-models torch-processes \

@@ -118,6 +118,7 @@ def _replace(hooks_and_owners):
         # delete it.
         own = vars(owner).get(hook.attribute, _ABSENT)
         original = getattr(owner, hook.attribute, None)
+        # A property of an instance is restored by its setter.
         if inspect.isdatadescriptor(getattr(type(owner), hook.attribute, None)):
             own = original
         setattr(owner, hook.attribute, hook.replace(original))

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from keras import tree
 
+from keras_tp.backend.processes import supervisor
 from keras_tp.distribution import optimizer_slots
 
 # The environment variables of a run of several processes.
@@ -22,9 +23,9 @@ _PROCESS_VARIABLES = (
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
-    "KERAS_DISTRIBUTION_JOB_ADDRESSES",
-    "KERAS_DISTRIBUTION_NUM_PROCESSES",
-    "KERAS_DISTRIBUTION_PROCESS_ID",
+    supervisor.ADDRESSES,
+    supervisor.COUNT,
+    supervisor.INDEX,
     "DTENSOR_JOBS",
     "DTENSOR_NUM_CLIENTS",
     "DTENSOR_CLIENT_ID",

@@ -280,7 +280,7 @@ class ShardingPlan:
 
     def summary(self):
         """Returns a table: path, shape, layout, size on one device, why."""
-        return plan_table.table(self)
+        return plan_table.text_of(self)
 
     def __repr__(self):
         mesh = dict(zip(self.device_mesh.axis_names, self.device_mesh.shape))
@@ -296,7 +296,7 @@ class ShardingPlan:
 
     def to_json(self):
         """Returns the plan as JSON: a line for each variable and all-reduce."""
-        return plan_file.text(self)
+        return plan_file.text_of(self)
 
     def to_html(self, path):
         """Writes the plan as one self-contained HTML page.

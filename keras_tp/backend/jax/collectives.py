@@ -37,7 +37,7 @@ def reduce_scatter(x, device_mesh, axis, source=None):
 
 
 def _map(function, x, device_mesh, axis):
-    """Runs a function on what each device of an axis holds."""
+    """Runs a function on the shard of each device of an axis."""
     spec = jax.sharding.PartitionSpec(axis)
     return jax.shard_map(
         function,

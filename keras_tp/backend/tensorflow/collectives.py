@@ -48,10 +48,10 @@ def _replicated(x, device_mesh):
 
 
 def _on_each(value, device_mesh, axis):
-    """Splits the first dim, of size 1 or that of the axis, over an axis.
+    """Splits the first dim over an axis. Its size is 1 or the axis's size.
 
-    A product with ones that are split: the layout of the other dims, which is
-    not known while tracing, stays as it is.
+    The product with split ones keeps the layout of the other dims, which is
+    unknown while tracing.
     """
     size = dict(zip(device_mesh.axis_names, device_mesh.shape))[axis]
     ones = tf.ones((size,) + (1,) * (len(value.shape) - 1), value.dtype)
@@ -79,5 +79,7 @@ def _dims(x):
 def _only(x, source):
     if source is None:
         return x
-    mask = tf.one_hot(source, x.shape[0], dtype=x.dtype)
-    return x * tf.reshape(mask, (-1,) + (1,) * (len(x.shape) - 1))
+    mask = tf.range(x.shape[0]) == source
+    mask = tf.reshape(mask, (-1,) + (1,) * (len(x.shape) - 1))
+    # Not a product: 0 times NaN is NaN.
+    return tf.where(mask, x, tf.zeros_like(x))

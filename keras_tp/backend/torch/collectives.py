@@ -72,7 +72,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def _map(function, x, device_mesh, axis, source=None):
-    """Runs a function on what this process holds of a tensor."""
+    """Runs a function on the shard of this process."""
     mesh = device_mesh.backend_mesh
     names = () if mesh is None else mesh.mesh_dim_names
     if axis not in names:
@@ -89,6 +89,7 @@ def _map(function, x, device_mesh, axis, source=None):
     x = x.redistribute(placements=placements)
     part = x.to_local(grad_placements=placements).contiguous()
     if source is not None and mesh.get_local_rank(dim) != source:
+        # Not a product: 0 times NaN is NaN.
         part = part.masked_fill(torch.tensor(True, device=part.device), 0)
     part = function.apply(part, (mesh, dim))
     return DTensor.from_local(part, mesh, placements, run_check=False)

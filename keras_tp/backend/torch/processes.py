@@ -394,7 +394,7 @@ def _place_key(process):
 
 
 def _note_place(what):
-    """Stores what this process waits for, for the other processes' errors."""
+    """Publishes where this process waits, for the errors of others."""
     dist.distributed_c10d._get_default_store().set(_place_key(index()), what)
 
 

@@ -55,7 +55,7 @@ def read(text):
     return data
 
 
-def text(plan):
+def text_of(plan):
     """Returns a plan as text: one line for each variable and sum.
 
     Args:

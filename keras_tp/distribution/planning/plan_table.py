@@ -6,7 +6,7 @@ from keras_tp.distribution.planning import plan_rows
 from keras_tp.distribution.tensor_layout import format_bytes
 
 
-def table(plan):
+def text_of(plan):
     """Returns the text of a plan: path, shape, layout, size, why.
 
     Args:

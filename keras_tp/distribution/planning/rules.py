@@ -1,4 +1,4 @@
-"""Rules: which dims of an operation are split together, and what that costs.
+"""Rules: the dims of an operation that are split together, and the cost.
 
 A rule is a function of `dims` and `step`. It records in a `Dims` how the
 operation relates the dims of its inputs and outputs. It does not depend on the
