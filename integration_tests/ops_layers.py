@@ -329,6 +329,18 @@ NOT_TRIED = {
 }
 
 
+def model(name):
+    """Returns a small model with a layer of `TRAINED` or `OF_IDS` in it."""
+    if name in OF_IDS:
+        size, make = OF_IDS[name]
+        return keras.Sequential(
+            [keras.Input((size,), dtype="int32"), make(), layers.Dense(4)]
+        )
+    shape, make = TRAINED[name]
+    up = layers.Dense(shape[-1], name="up")
+    return keras.Sequential([keras.Input((*shape[:-1], 3)), up, make()])
+
+
 def public_layers():
     """Returns the names of Keras's layers, each class by one name."""
     found = {}

@@ -37,20 +37,7 @@ def _slice(names):
 
 def _model(name):
     keras.utils.set_random_seed(1)
-    if name in ops_layers.OF_IDS:
-        size, make = ops_layers.OF_IDS[name]
-        model = keras.Sequential(
-            [keras.Input((size,), dtype="int32"), make(), keras.layers.Dense(4)]
-        )
-    else:
-        shape, make = ops_layers.TRAINED[name]
-        model = keras.Sequential(
-            [
-                keras.Input((*shape[:-1], 3)),
-                keras.layers.Dense(shape[-1], name="up"),
-                make(),
-            ]
-        )
+    model = ops_layers.model(name)
     rng = np.random.default_rng(3)
     for variable in model.trainable_variables:
         # Biases are zero otherwise, and scales one.

@@ -22,6 +22,8 @@ class Classes:
         frozen: Dict of path to the reason why no dim of the variable is split:
             it has heads that do not divide by the devices.
         cost: Dict of class to the bytes that splitting it communicates.
+        sums: Dict of class to the list of `Value`s that are summed over the
+            devices, or gathered as outputs, if it is split.
         is_paired: Set of the classes that an operation sums over.
     """
 
@@ -229,6 +231,7 @@ class Classes:
     def _find_costs(self):
         """Sums the bytes that splitting a class would communicate."""
         self.cost = collections.Counter()
+        self.sums = collections.defaultdict(list)
         self.is_paired = set()
         seen = set()
         for partial in self.dims.partials:
@@ -240,11 +243,13 @@ class Classes:
                 seen.add(key)
             else:
                 self.is_paired.add(root)
+            self.sums[root].append(partial.tensor)
             self.cost[root] += partial.tensor.nbytes
         for value in self.graph.outputs:
             for i, size in enumerate(value.shape):
                 if size > 1:
                     root, _ = self.class_of((value.index, i))
+                    self.sums[root].append(value)
                     self.cost[root] += value.nbytes // 2
 
     def obstacle(self, value, i):

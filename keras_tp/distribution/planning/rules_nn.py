@@ -39,7 +39,7 @@ def dot_product_attention(dims, step):
     for x in (query, key, value, output):
         dims.head(x, 2)
         dims.keep(x, 3, IN_ATTENTION)
-    for x in (key, value):
+    for x in (key, value, *([query] if step.operation.is_causal else [])):
         dims.keep(x, 1, IN_ATTENTION)
     for mask in rest:
         if mask.ndim == 4:
@@ -147,3 +147,9 @@ def recurrent(dims, step):
     dims.keep(kernel, -1, why)
     dims.keep_whole([*step.variables[1:], *step.outputs], why)
     dims.keep(x, 1, "time steps")
+
+
+@leaf_rule("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D", "RNN")
+def recurrent_cells(dims, step):
+    why = "recurrent: each time step would communicate"
+    dims.keep_whole([*step.inputs, *step.variables, *step.outputs], why)

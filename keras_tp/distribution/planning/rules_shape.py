@@ -1,6 +1,7 @@
 """Rules for operations that move, cut or join tensors."""
 
 import math
+import re
 
 from keras_tp.distribution.planning.graph import Value
 from keras_tp.distribution.planning.graph import values_in
@@ -94,7 +95,11 @@ def _groups(before, after):
 
 @rule("Split", "ArraySplit")
 def split(dims, step):
-    x, axis = step.inputs[0], step.operation.axis
+    _split(dims, step, step.operation.axis)
+
+
+def _split(dims, step, axis, count=None):
+    x = step.inputs[0]
     k = axis % x.ndim
     sizes = {output.shape[k] for output in step.outputs}
     for output in step.outputs:
@@ -102,10 +107,24 @@ def split(dims, step):
             if i != k:
                 dims.same(x, i, output, i)
         if len(sizes) == 1:
-            dims.block(x, k, output, k, len(step.outputs), is_split=True)
+            parts = count or len(step.outputs)
+            dims.block(x, k, output, k, parts, is_split=True)
         else:
             dims.keep(x, k, "split in unequal parts")
             dims.keep(output, k, "split in unequal parts")
+
+
+@rule("Hsplit", "Vsplit", "Dsplit")
+def split_along_a_named_dim(dims, step):
+    x = step.inputs[0]
+    axis = {"Vsplit": 0, "Hsplit": min(1, x.ndim - 1), "Dsplit": 2}[step.kind]
+    _split(dims, step, axis)
+
+
+@rule("Glu")
+def gate(dims, step):
+    """The first half of a dim is multiplied by the sigmoid of the second."""
+    _split(dims, step, step.operation.axis, count=2)
 
 
 @rule("Unstack")
@@ -119,11 +138,17 @@ def unstack(dims, step):
                 dims.same(x, i, output, i - (i > k))
 
 
-@rule("Concatenate")
+@rule("Append", "Concatenate", "Dstack", "Hstack", "Vstack")
 def concatenate(dims, step):
     output = step.outputs[0]
-    k = step.operation.axis % output.ndim
+    axis = {"Vstack": 0, "Hstack": min(1, output.ndim - 1), "Dstack": 2}.get(
+        step.kind, getattr(step.operation, "axis", 0)
+    )
     inputs = values_in(step.args)
+    if axis is None or any(x.ndim != output.ndim for x in inputs):
+        why = f"{step.kind} of tensors that are reshaped"
+        return dims.keep_whole([*inputs, output], why)
+    k = axis % output.ndim
     sizes = {x.shape[k] for x in inputs}
     for x in inputs:
         for i in range(x.ndim):
@@ -187,7 +212,47 @@ def _slice(dims, x, i, output, j, k):
         dims.keep(output, j, "sliced")
 
 
-@rule("Slice", "Pad", "Tile", "SliceUpdate")
+@rule("SliceUpdate")
+def slice_update(dims, step):
+    x, output, update = step.inputs[0], step.outputs[0], step.inputs[-1]
+    for i in range(x.ndim):
+        if update.ndim == x.ndim and update.shape[i] == x.shape[i]:
+            dims.same(x, i, update, i)
+        else:
+            dims.keep(x, i, "updated along a part of this dim")
+        dims.same(x, i, output, i)
+    for other in step.inputs[1:]:
+        if other.shape != x.shape:
+            dims.keep_whole([other], "a part of another tensor")
+
+
+@rule("Rearrange")
+def rearrange(dims, step):
+    """Relates the dims of a pattern such as `"b (h d) -> b h d"`."""
+    x, output = step.inputs[0], step.outputs[0]
+    pattern = step.args[1] if len(step.args) > 1 else step.kwargs["pattern"]
+    sides = [re.findall(r"\([^)]*\)|\S+", s) for s in pattern.split("->")]
+    if "..." in pattern:
+        return dims.keep_whole([x, output], "Rearrange of dims without a name")
+    for (value, names), (other, others) in (
+        ((x, sides[0]), (output, sides[1])),
+        ((output, sides[1]), (x, sides[0])),
+    ):
+        for i, name in enumerate(names):
+            parts = name.strip("()").split()
+            if name in others:
+                dims.same(value, i, other, others.index(name))
+            elif len(parts) == 2 and set(parts) <= set(others):
+                major, minor = map(others.index, parts)
+                dims.reshaped(value, i, other, major, minor)
+            elif len(parts) > 1 or not any(
+                name in group and set(group) <= set(names) and len(group) == 2
+                for group in (o.strip("()").split() for o in others)
+            ):
+                dims.keep(value, i, "regrouped by a reshape")
+
+
+@rule("Slice", "Pad", "Tile")
 def cut_or_extended(dims, step):
     x, output = step.inputs[0], step.outputs[0]
     offset = output.ndim - x.ndim
@@ -197,6 +262,24 @@ def cut_or_extended(dims, step):
         else:
             dims.keep(x, i, f"{step.kind} along this dim")
             dims.keep(output, i + offset, f"{step.kind} along this dim")
+
+
+@rule("Diag", "Diagonal", "Trace")
+def diagonal(dims, step):
+    x, output = step.inputs[0], step.outputs[0]
+    op = step.operation
+    if step.kind == "Diag":
+        return dims.keep_whole([x, output], "Diag takes all of it")
+    taken = axes_of([op.axis1, op.axis2], x.ndim)
+    j = 0
+    for i in range(x.ndim):
+        if i in taken:
+            dims.keep(x, i, f"{step.kind} over this dim")
+        else:
+            dims.same(x, i, output, j)
+            j += 1
+    for k in range(j, output.ndim):
+        dims.keep(output, k, f"{step.kind} of two dims")
 
 
 @rule("Repeat")

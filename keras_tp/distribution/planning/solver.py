@@ -10,7 +10,9 @@ order finds the pairs of a column and a row split (Megatron-LM, Shoeybi et al.
 import collections
 import math
 
+from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning.dim_groups import Classes
+from keras_tp.distribution.tensor_layout import format_bytes
 
 # A split that no later operation sums over costs a gather, or splits outputs of
 # the model. So it has to save this share of all parameters. In a deep model no
@@ -110,6 +112,8 @@ class _Planner(Classes):
         self.classes_taken = set()
         self.in_blocks = {}
         self.classes_in_blocks = {}
+        # Class -> why it is not split.
+        self.skipped = {}
         if self.count > 1:
             self._take_forced()
             self._take_cheapest_first()
@@ -171,10 +175,17 @@ class _Planner(Classes):
             root = min(offers, key=lambda r: offers[r][0])
             (is_fused, *_), free, saved = offers.pop(root)
             if not any(self.by_path[path].ndim > 1 for path in free):
+                self.skipped[root] = "no matrix is split with it"
                 continue
             whole_class = self._bytes({path for path, *_ in self.members[root]})
-            lone = root not in self.is_paired and saved < enough
-            if lone or saved < BROKEN_SHARE * whole_class:
+            if root not in self.is_paired and saved < enough:
+                self.skipped[root] = self._why_not_alone(root, saved, enough)
+                continue
+            if saved < BROKEN_SHARE * whole_class:
+                self.skipped[root] = (
+                    "most variables that are split with it are split along "
+                    "another dim"
+                )
                 continue
             if is_fused:
                 self._plan_in_blocks(root, free)
@@ -198,6 +209,20 @@ class _Planner(Classes):
         dims = sorted((order[path], dim) for path, (dim, _) in free.items())
         lone = root not in self.is_paired
         return (is_fused, lone, ratio, first, dims), free, saved
+
+    def _why_not_alone(self, root, saved, enough):
+        """Returns why a class is not split that no operation sums over."""
+        saved, enough = (
+            format_bytes(size - size / self.count) for size in (saved, enough)
+        )
+        sizes = [cost.size_of(value, self.graph) for value in self.sums[root]]
+        return (
+            f"saves {saved} per device (a split that no operation sums over "
+            f"has to save {enough}), and communicates "
+            f"{format_bytes(sum(size.at(1, 1) for size in sizes))} per example"
+            + " and position"
+            * any(size.length for size in sizes)
+        )
 
     def _plan_in_blocks(self, root, free):
         """Notes a class that no layout can split, as it has fused dims.
@@ -275,7 +300,7 @@ class _Planner(Classes):
                 if not why and root in self.classes_in_blocks:
                     fused = self.classes_in_blocks[root]
                     why = f"goes with {fused!r}, which is whole"
-                reasons.append(f"dim {i}: {why or 'costs more than it saves'}")
+                reasons.append(f"dim {i}: {why or self.skipped[root]}")
         return "; ".join(reasons)
 
     def _split_dim(self, value):

@@ -11,6 +11,8 @@ import string
 import keras
 from keras.src import ops
 from keras.src.ops.core import Cond
+from keras.src.ops.nn import AdaptiveAveragePool
+from keras.src.ops.nn import AdaptiveMaxPool
 from keras.src.ops.numpy import Einsum
 from keras.src.ops.numpy import GetItem
 from keras.src.ops.numpy import Ndim
@@ -65,6 +67,16 @@ def _shape_of_product(einsum, *operands):
     return _shape_of_small_letters(alike, *operands)
 
 
+def _shape_of_pooled(pool, inputs):
+    """Returns the shape of the result, which Keras's method gets wrong."""
+    first, last = inputs.shape[0], inputs.shape[-1]
+    if pool.data_format == "channels_last":
+        shape = (first, *pool.output_size, last)
+    else:
+        shape = (first, inputs.shape[1], *pool.output_size)
+    return keras.KerasTensor(shape, dtype=inputs.dtype)
+
+
 def _rank(ndim, x):
     """Returns the rank as an int, not as a tensor as Keras does."""
     return len(x.shape)
@@ -76,6 +88,8 @@ _shape_of_small_letters = Einsum.compute_output_spec
 # Owner, method and replacement.
 _REPLACED = (
     (DynamicBackend, "__getattr__", _operation_of_backend),
+    (AdaptiveAveragePool, "compute_output_spec", _shape_of_pooled),
+    (AdaptiveMaxPool, "compute_output_spec", _shape_of_pooled),
     (Cond, "call", _branch),
     (Einsum, "compute_output_spec", _shape_of_product),
     (GetItem, "compute_output_spec", _shape_of_item),
