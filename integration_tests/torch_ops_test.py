@@ -75,6 +75,23 @@ def check(function, tensors, axes, mesh):
     return actual, [t.grad for t in split]
 
 
+def test_a_gradient_that_cannot_stay_split_in_a_reshape(mesh):
+    """Heads of a product of two dims: the gradient of the flat dim is split."""
+    heads = 3 * len(distribution.list_devices())
+
+    def attend(x, w):
+        parts = keras.ops.reshape(x, (4, 3, heads // 3, 5))
+        flat = keras.ops.reshape(parts * 2, (4, heads, 5))
+        return torch.einsum("bhd,hde->be", flat, w)
+
+    check(
+        attend,
+        [randn(4, heads, 5), randn(heads, 5, 6)],
+        [(None, M, None), (M, None, None)],
+        mesh,
+    )
+
+
 X = (4, 8, 7, 6)
 CONVOLUTIONS = {
     "conv": (lambda x, w: F.conv2d(x, w, padding=1), (16, 8, 3, 3)),

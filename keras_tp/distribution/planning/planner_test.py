@@ -205,7 +205,10 @@ def test_heads_made_of_two_dims_are_split_along_both():
         "x/d/kernel": 0,
     }
     # 2 heads of keys by 2 groups of queries; the keys are on all devices.
-    assert split(plan_of(composite, 4)) == {"x/a/kernel": 1, "x/d/kernel": 0}
+    plan = plan_of(composite, 4)
+    assert split(plan) == {"x/a/kernel": 1, "x/d/kernel": 0}
+    assert "which the plan does not predict" in plan["x/a/kernel"].why
+    assert "predict" not in plan_of(composite, 2)["x/a/kernel"].why
 
 
 class Flat(layers.Layer):

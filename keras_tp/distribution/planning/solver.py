@@ -20,6 +20,11 @@ from keras_tp.distribution.tensor_layout import format_bytes
 LONE_SHARE = 0.01
 LONE_SHARE_OF_LARGEST = 0.5
 COLUMN = "column-parallel: one all-reduce of the input's gradient"
+# Of heads that are reshaped to (KV heads, groups), fewer KV heads than devices.
+NOT_PREDICTED = (
+    "; its heads are reshaped to two dims that the devices share, so backends "
+    "gather tensors in attention, which the plan does not predict"
+)
 # Why a fused projection is whole, and how it could be split.
 IN_BLOCKS = "{} blocks in one dim, which no Keras layout can express"
 INSTEAD = "; give them a dim of their own, or let each head have its blocks"
@@ -202,7 +207,8 @@ class _Planner(Classes):
         ratio = self.cost[root] / saved if saved else math.inf
         first = min((order[path] for path in free), default=math.inf)
         is_fused = any(
-            blocks > 1 and self._why_split(self.by_path[path], dim) == COLUMN
+            blocks > 1
+            and self._why_split(self.by_path[path], dim).startswith(COLUMN)
             for path, (dim, blocks) in free.items()
         )
         # Pairs first: a small layer at the end must not break one up.
@@ -243,7 +249,7 @@ class _Planner(Classes):
             path, (None, 1)
         )
         if blocks > 1:
-            is_column = self._why_split(value, dim) == COLUMN
+            is_column = self._why_split(value, dim).startswith(COLUMN)
             why = IN_BLOCKS.format(blocks) + INSTEAD * is_column
         elif dim is not None:
             why = self._why_split(value, dim)
@@ -259,9 +265,10 @@ class _Planner(Classes):
         if not hasattr(self, "_uses"):
             self._uses = self._find_uses()
         root, _ = self.class_of((value.index, dim))
-        return self._uses.get(
+        why = self._uses.get(
             (value.index, root), "split with the dims it is combined with"
         )
+        return why + NOT_PREDICTED * (root in self.coarse)
 
     def _find_uses(self):
         """Returns a dict of (variable, class) to the effect of its split."""

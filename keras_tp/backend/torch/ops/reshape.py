@@ -3,6 +3,7 @@
 import functools
 import math
 
+import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate
 
@@ -21,9 +22,32 @@ def hook_reshape(original):
             if len(sizes) == 1 and not isinstance(sizes[0], int):
                 sizes = sizes[0]
             x = _divisible(x, [int(size) for size in sizes])
-        return original(x, *shape, **kwargs)
+        result = original(x, *shape, **kwargs)
+        if isinstance(result, DTensor) and not all(
+            _keeps(result.shape, x.shape, dim, count)
+            for dim in range(result.ndim)
+            for count in result.device_mesh.shape
+            if count > 1
+        ):
+            result = _DivisibleGradient.apply(result, tuple(x.shape))
+        return result
 
     return reshape
+
+
+class _DivisibleGradient(torch.autograd.Function):
+    """Gathers a gradient that cannot stay split in the shape of the input."""
+
+    @staticmethod
+    def forward(ctx, x, sizes):
+        ctx.sizes = sizes
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if isinstance(gradient, DTensor):
+            gradient = _divisible(gradient, list(ctx.sizes))
+        return gradient, None
 
 
 def _divisible(x, sizes):
