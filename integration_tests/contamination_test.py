@@ -56,9 +56,10 @@ def attributes():
     )
     lib = importlib.import_module("keras_tp.backend").distribution_lib
     owners = [
-        (hook.resolve(), hook.attribute)
+        (hook.resolve(), attribute)
         for hook in table + lib.hook_table()
         if hook.is_due()
+        for attribute in hook.attributes
     ]
     return [
         # Some are not there before: a backend's module that lacks them.

@@ -1,7 +1,7 @@
 """Damages files at random, and looks for a load that changes a value.
 
     KERAS_BACKEND=jax python integration_tests/fuzz_files.py \
-        --what weights parts keras backup plan --seed 1 --count 1000
+        --what weights parts model backup plan --seed 1 --count 1000
 
 Each file is loaded into a small model after one bit was flipped, or its end cut
 off. The outcome is one of
@@ -60,7 +60,9 @@ def structure():
 def network():
     keras.utils.set_random_seed(1)
     model = structure()
-    model.compile(keras.optimizers.Adam(0.01), "mse")
+    # The older format does not load the name of a loss.
+    loss = keras.losses.MeanSquaredError()
+    model.compile(keras.optimizers.Adam(0.01), loss)
     model.optimizer.build(model.trainable_variables)
     return model
 
@@ -151,6 +153,34 @@ class Model(WeightsOfModel):
     loaded = None
 
 
+class Legacy(Model):
+    """Files of `save` in the older format, HDF5 only.
+
+    Keras does not restore the optimizer of a functional model from them.
+    """
+
+    name = "model.h5"
+    files = "*.h5"
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        count = len(self.model.weights)
+        self.saved, self.other = self.saved[:count], self.other[:count]
+
+    def state(self):
+        return super().state()[: len(self.saved)]
+
+
+class Folder(Model):
+    """The folder of a model that is saved unpacked."""
+
+    name = "."
+    files = "*.*"
+
+    def save(self):
+        keras.saving.save_model(self.model, self.path, zipped=False)
+
+
 class Backup(Weights):
     """The folder of `BackupAndRestore`; the epoch is a value too."""
 
@@ -209,6 +239,8 @@ FORMATS = {
     "parts": Parts,
     "weights_of_model": WeightsOfModel,
     "model": Model,
+    "legacy": Legacy,
+    "folder": Folder,
     "backup": Backup,
     "plan": Plan,
 }

@@ -315,6 +315,7 @@ def check_order(shape):
     """Nothing that processes do together is under way beside something else."""
     distribute(shape)
     callbacks = keras.callbacks.CallbackList(model=compiled())
+    callbacks.on_train_begin()
     found = {"threads": str(callbacks._async_train or callbacks._async_test)}
     if keras.config.backend() == "jax":
         import jax

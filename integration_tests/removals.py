@@ -150,7 +150,12 @@ class Switchboard:
             # A table may have several rows of one attribute.
             count = collections.Counter()
             rows = []
-            for hook in table:
+            each = [
+                hook._replace(attribute=name)
+                for hook in table
+                for name in hook.attributes
+            ]
+            for hook in each:
                 if hook.attribute == "_custom_op_handlers":
                     rows.append(handlers(hook))
                     continue

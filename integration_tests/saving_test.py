@@ -380,6 +380,53 @@ def test_a_file_that_is_not_there(trained, tmp_path):
     assert_same(state_of(trained), before)
 
 
+@pytest.mark.parametrize("kind", ["legacy", "folder"])
+def test_formats_without_a_store_have_digests(kind, trained, tmp_path):
+    # The older format does not load the name of a loss.
+    loss = keras.losses.MeanSquaredError()
+    trained.compile(keras.optimizers.Adam(0.01), loss)
+    fit(trained, epochs=1)
+    if kind == "legacy":
+        path = tmp_path / "model.h5"
+        trained.save(path)
+    else:
+        path = tmp_path / "model"
+        keras.saving.save_model(trained, path, zipped=False)
+
+    def loaded():
+        model = keras.saving.load_model(copy)
+        # The optimizer of a functional model is not restored from the older
+        # format.
+        return state_of(model)[: len(saved)]
+
+    saved = state_of(trained)
+    if kind == "legacy":
+        saved = saved[: len(trained.weights)]
+    copy = harness.own_folder(tmp_path) / path.name
+    (shutil.copyfile if kind == "legacy" else shutil.copytree)(path, copy)
+    with at((1, 4)):
+        assert_same(loaded(), saved)
+    damaged = copy if kind == "legacy" else copy / "config.json"
+    content = damaged.read_bytes()
+    for place in (9, len(content) // 2, len(content) - 3):
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        damaged.write_bytes(flipped)
+        with refused(trained, copy), at((1, 4)):
+            loaded()
+        if kind == "legacy" and place > 99:
+            with refused(trained, copy):
+                trained.load_weights(copy)
+    damaged.write_bytes(content)
+    if kind == "legacy":
+        trained.load_weights(copy)
+    # Plain Keras reads the same files.
+    keras_tp.uninstall()
+    harness.assert_plain()
+    keras.utils.clear_session()
+    assert_same(loaded(), saved)
+
+
 def test_values_are_not_read_once_more_for_digests(tmp_path, monkeypatch):
     def read(dataset):
         raise AssertionError(f"{dataset.name} is read again")

@@ -603,5 +603,6 @@ def test_callbacks_run_in_the_loop():
     with model_parallel().scope():
         model = keras.Sequential([layers.Input((2,)), layers.Dense(2)])
         callbacks = keras.callbacks.CallbackList(model=model)
+        callbacks.on_train_begin()
     assert not callbacks._async_train
     assert not callbacks._async_predict

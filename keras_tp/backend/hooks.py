@@ -1,6 +1,7 @@
 """Hooks: attributes of Keras that are replaced while installed."""
 
 import collections
+import functools
 import importlib
 import inspect
 import sys
@@ -28,8 +29,8 @@ class Hook(
     Args:
         owner: String, the module or object that has the attribute:
             `"module"`, `"module:Class"` or `"module:name.name"`.
-        attribute: String, name of the attribute.
-        replace: Callable that takes the original attribute and returns its
+        attribute: String, name of the attribute, or a tuple of names.
+        replace: Callable that takes an original attribute and returns its
             replacement.
         why: String that ends the sentence "hooked so that ...".
         adds: Boolean. Whether the attribute may be absent, for example if
@@ -40,28 +41,74 @@ class Hook(
             `False`.
     """
 
+    @property
+    def attributes(self):
+        """Tuple of the names of the attributes."""
+        if isinstance(self.attribute, tuple):
+            return self.attribute
+        return (self.attribute,)
+
     def is_due(self):
-        """Returns whether the attribute can be replaced now."""
+        """Returns whether the attributes can be replaced now."""
         return not self.waits or self.owner.partition(":")[0] in sys.modules
 
     def resolve(self):
-        """Returns the live object that owns the attribute."""
+        """Returns the live object that owns the attributes."""
         module, _, name = self.owner.partition(":")
         owner = importlib.import_module(module)
         for part in name.split(".") if name else ():
             owner = getattr(owner, part, _ABSENT)
-        if owner is _ABSENT or not (
-            self.adds or hasattr(owner, self.attribute)
-        ):
-            package = "Keras"
-            if self.waits:
-                package = f"{module.partition('.')[0]}, beside Keras"
-            raise RuntimeError(
-                f"{package} {keras.__version__}, has no {self.owner}."
-                f"{self.attribute}, which keras_tp hooks so that {self.why}. "
-                "It was moved: keras_tp needs a release made for this version."
-            )
+        for attribute in self.attributes:
+            if owner is _ABSENT or not (self.adds or hasattr(owner, attribute)):
+                package = "Keras"
+                if self.waits:
+                    package = f"{module.partition('.')[0]}, beside Keras"
+                raise RuntimeError(
+                    f"{package} {keras.__version__}, has no {self.owner}."
+                    f"{attribute}, which keras_tp hooks so that {self.why}. It "
+                    "was moved: keras_tp needs a release made for this version."
+                )
         return owner
+
+
+def around(function):
+    """Returns the `replace` of a hook that calls a function instead.
+
+    Args:
+        function: Function that receives the original, then the arguments of
+            the call.
+    """
+
+    def replace(original):
+        @functools.wraps(original)
+        def replaced(*args, **kwargs):
+            return function(original, *args, **kwargs)
+
+        return replaced
+
+    return replace
+
+
+def methods_row(owner, methods, why):
+    """Returns the row that replaces the methods of a class, or functions.
+
+    Args:
+        owner: String, as in `Hook`.
+        methods: Class. Each of its functions replaces the one of that name,
+            as in `around`.
+        why: String, as in `Hook`.
+    """
+    functions = {
+        name: function
+        for name, function in vars(methods).items()
+        if inspect.isfunction(function)
+    }
+    return Hook(
+        owner,
+        tuple(functions),
+        lambda original: around(functions[original.__name__])(original),
+        why,
+    )
 
 
 def backend_row(module):
@@ -114,15 +161,16 @@ def install_imported():
 
 def _replace(hooks_and_owners):
     for hook, owner in hooks_and_owners:
-        # The owner itself lacks an inherited attribute: `uninstall` has to
-        # delete it.
-        own = vars(owner).get(hook.attribute, _ABSENT)
-        original = getattr(owner, hook.attribute, None)
-        # A property of an instance is restored by its setter.
-        if inspect.isdatadescriptor(getattr(type(owner), hook.attribute, None)):
-            own = original
-        setattr(owner, hook.attribute, hook.replace(original))
-        _installed.append((owner, hook.attribute, own))
+        for attribute in hook.attributes:
+            # The owner itself lacks an inherited attribute: `uninstall` has to
+            # delete it.
+            own = vars(owner).get(attribute, _ABSENT)
+            original = getattr(owner, attribute, None)
+            # A property of an instance is restored by its setter.
+            if inspect.isdatadescriptor(getattr(type(owner), attribute, None)):
+                own = original
+            setattr(owner, attribute, hook.replace(original))
+            _installed.append((owner, attribute, own))
 
 
 def uninstall():

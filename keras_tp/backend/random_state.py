@@ -5,7 +5,6 @@ generators, such as in `Dropout`. It also does not save the generators of
 Python, numpy and the framework, which shuffle the data.
 """
 
-import base64
 import random
 import warnings
 
@@ -14,42 +13,33 @@ from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
+from keras_tp.backend import current
+from keras_tp.backend.processes import messages
 
-def noted(model, processes):
-    """Returns the state of all random generators, in types that JSON has.
 
-    Args:
-        model: A built Keras model.
-        processes: The backend's `processes` module, with `random_state`.
-    """
-    kind, keys, *rest = np.random.get_state()
+def noted(model):
+    """Returns the state of all random generators, as a string."""
     # Keras's default generator, for calls that pass no seed.
     beside = global_state.get_global_attribute("global_seed_generator")
-    return {
+    numbers = backend.convert_to_numpy
+    state = {
         "python": random.getstate(),
-        "numpy": [kind, _text(keys), *rest],
-        "model": [_value(counter) for counter in _counters(model)],
-        "keras": None if beside is None else _value(beside.state),
-        "framework": {
-            name: _text(held) for name, held in processes.random_state().items()
-        },
+        "numpy": np.random.get_state(),
+        "model": [numbers(counter) for counter in _counters(model)],
+        "keras": None if beside is None else numbers(beside.state),
+        "framework": current.load("processes").random_state(),
     }
+    return messages.encode(state).decode()
 
 
-def restore(model, processes, state):
+def restore(model, text):
     """Sets all random generators to the state that `noted` returned.
 
     Ignores the state of a framework that is not in use.
-
-    Args:
-        model: A built Keras model.
-        processes: The backend's `processes` module, with `set_random_state`.
-        state: Dict that `noted` returned.
     """
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, _array(keys, "uint32"), *rest))
+    state = messages.decode(text.encode())
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
     if state["keras"] is not None:
         _assign(seed_generator.global_seed_generator().state, state["keras"])
     counters = _counters(model)
@@ -63,11 +53,9 @@ def restore(model, processes, state):
             "numbers than in the run that was interrupted.",
             stacklevel=3,
         )
-    held = {
-        name: _array(text, "uint8")
-        for name, text in state["framework"].items()
-        if name in processes.random_state()
-    }
+    processes = current.load("processes")
+    used = processes.random_state()
+    held = {k: v for k, v in state["framework"].items() if k in used}
     if held:
         processes.set_random_state(held)
 
@@ -82,17 +70,5 @@ def _counters(model):
     ]
 
 
-def _value(counter):
-    return _text(backend.convert_to_numpy(counter).astype("int64"))
-
-
-def _assign(counter, text):
-    counter.assign(_array(text, "int64").astype(counter.dtype))
-
-
-def _text(array):
-    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-
-
-def _array(text, dtype):
-    return np.frombuffer(base64.b64decode(text), dtype).copy()
+def _assign(counter, value):
+    counter.assign(value.astype(counter.dtype))

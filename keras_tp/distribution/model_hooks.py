@@ -326,6 +326,12 @@ TABLE = [
         "an unreadable file is named in the error",
     ),
     Hook(
+        "keras.src.legacy.saving.legacy_h5_format",
+        "load_model_from_hdf5",
+        weight_files.name_file,
+        "an unreadable file is named in the error",
+    ),
+    Hook(
         "keras.src.saving.saving_api",
         "_load_model_from_orbax_checkpoint",
         state_trees.load_whole,

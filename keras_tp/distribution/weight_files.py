@@ -7,6 +7,7 @@ import warnings
 import zipfile
 import zlib
 
+import h5py
 from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import StatelessScope
@@ -84,7 +85,7 @@ def check_before_loading(original):
             with warnings.catch_warnings():
                 # The real pass below gives the same warnings.
                 warnings.simplefilter("ignore")
-                with one_writer.checking() as last_read:
+                with one_writer.checking(filepath) as last_read:
                     with _DryRun(last_read) as run:
                         original(model, filepath, *args, **kwargs)
         _warn_of_conversions(filepath, run.converted)
@@ -124,15 +125,15 @@ def outside_of_the_pass(original):
 
 
 def name_file(original):
-    """Wraps `saving_lib.load_model` so that its errors name the file."""
+    """Wraps a function that loads a model, so that its errors name the file."""
 
     @functools.wraps(original)
     def load_model(filepath, *args, **kwargs):
-        if distribution() is None:
+        if distribution() is None or isinstance(filepath, h5py.File):
             return original(filepath, *args, **kwargs)
         with (
             _errors_name(filepath, "No model was made."),
-            one_writer.checking(),
+            one_writer.checking(filepath),
         ):
             return original(filepath, *args, **kwargs)
 

@@ -1,7 +1,5 @@
 """Creates and reads arrays that span several processes."""
 
-import functools
-
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -40,6 +38,8 @@ def place(value, sharding):
 
 def from_whole(value, sharding):
     """Returns a sharded array of a value that every process holds whole."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
     value = np.asarray(value)
     return jax.make_array_from_callback(
         value.shape, sharding, lambda position: value[position]
@@ -58,45 +58,33 @@ def hook_value(original):
     return property(_value)
 
 
-def hook_distribute_tensor(original):
+def distribute_tensor(original, tensor, layout):
     """Makes one array of a value that every process has.
 
     On a mesh of one device, an array gets the mesh's sharding. Keras would
     leave it as it is, and warn of variables with a mesh and without.
     """
-
-    @functools.wraps(original)
-    def distribute_tensor(tensor, layout):
-        sharding = getattr(layout, "backend_layout", layout)
-        if isinstance(tensor, jax.core.Tracer) or not isinstance(
-            sharding, jax.sharding.Sharding
-        ):
-            return original(tensor, layout)
-        if processes.world_size() == 1:
-            if isinstance(sharding, NamedSharding) and sharding.mesh.size == 1:
-                return jax.device_put(tensor, sharding)
-            return original(tensor, layout)
-        if is_spread(tensor) and tensor.sharding.is_equivalent_to(
-            sharding, tensor.ndim
-        ):
-            return tensor
-        return place(tensor, sharding)
-
-    return distribute_tensor
+    sharding = getattr(layout, "backend_layout", layout)
+    if isinstance(tensor, jax.core.Tracer) or not isinstance(
+        sharding, jax.sharding.Sharding
+    ):
+        return original(tensor, layout)
+    if processes.world_size() == 1:
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size == 1:
+            return jax.device_put(tensor, sharding)
+        return original(tensor, layout)
+    if is_spread(tensor) and tensor.sharding.is_equivalent_to(
+        sharding, tensor.ndim
+    ):
+        return tensor
+    return place(tensor, sharding)
 
 
 def _needs_communication(array):
     """Returns whether this process lacks a part of an array."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return False
-    held = {
-        str(position)
-        for position in array.sharding.addressable_devices_indices_map(
-            array.shape
-        ).values()
-    }
-    whole = {
-        str(position)
-        for position in array.sharding.devices_indices_map(array.shape).values()
-    }
-    return held != whole
+    sharding, shape = array.sharding, array.shape
+    held = sharding.addressable_devices_indices_map(shape).values()
+    whole = sharding.devices_indices_map(shape).values()
+    return set(map(str, held)) != set(map(str, whole))

@@ -1,6 +1,5 @@
 """Places batches on the devices of one or several processes."""
 
-import functools
 import math
 
 import jax
@@ -32,10 +31,13 @@ def fitting_sharding(shape, layout):
     for size, axis in zip(shape, sharding.spec):
         names = axis if isinstance(axis, tuple) else (axis,) if axis else ()
         if size % math.prod(sizes[n] for n in names):
-            return jax.sharding.NamedSharding(
-                sharding.mesh, jax.sharding.PartitionSpec()
-            )
+            return _replicated(sharding)
     return sharding
+
+
+def _replicated(sharding):
+    spec = jax.sharding.PartitionSpec()
+    return jax.sharding.NamedSharding(sharding.mesh, spec)
 
 
 def is_sparse(array):
@@ -48,35 +50,24 @@ def replicate_sparse(array, layout):
 
     A sparse array is a list of entries, so the batch axis cannot split it by
     rows. The results do not change, as for a batch that does not divide.
-
-    Args:
-        array: `jax.experimental.sparse.JAXSparse`, the same in every process.
-        layout: `TensorLayout` or `jax.sharding.Sharding` of a dense array.
     """
     sharding = getattr(layout, "backend_layout", layout)
     if isinstance(sharding, jax.sharding.NamedSharding):
-        sharding = jax.sharding.NamedSharding(
-            sharding.mesh, jax.sharding.PartitionSpec()
-        )
-
-    def replicate(part):
-        if sharding.is_fully_addressable:
-            return jax.device_put(part, sharding)
-        if arrays.is_spread(part):
-            return part
-        return arrays.from_whole(part, sharding)
-
-    return jax.tree_util.tree_map(replicate, array)
+        sharding = _replicated(sharding)
+    return jax.tree_util.tree_map(
+        lambda part: (
+            part
+            if arrays.is_spread(part)
+            else arrays.from_whole(part, sharding)
+        ),
+        array,
+    )
 
 
 def parts_of(current):
-    """Returns the part of each batch that each process receives.
+    """Returns the `Parts` of each batch that the processes receive.
 
-    Args:
-        current: A `Distribution`, or `None`.
-
-    Returns:
-        `Parts`, or `None` if every process receives the global batch.
+    `None` if every process receives the global batch.
     """
     if current is None or getattr(current, "auto_shard_dataset", True):
         return None
@@ -109,13 +100,12 @@ def place(batch, current, is_part=False):
         if is_sparse(array):
             layout = current.get_data_layout(array.shape)
             return replicate_sparse(array, layout)
-        array = np.asarray(array)
+        if not isinstance(array, jax.Array):
+            array = np.asarray(array)
         shape = array.shape
         if parts is not None and shape:
             shape = (shape[0] * parts.count, *shape[1:])
         sharding = fitting_sharding(shape, current.get_data_layout(shape))
-        if sharding.is_fully_addressable:
-            return jax.device_put(array, sharding)
         if parts is not None and shape:
             return jax.make_array_from_process_local_data(
                 sharding, array, shape
@@ -142,75 +132,43 @@ def place_given(batch, current):
     return place(batch, current, is_part)
 
 
-def hook_distribute_data(original):
-    """Places batches of `train_on_batch` and the like for all processes."""
-
-    @functools.wraps(original)
-    def _distribute_data(data, layouts=None):
-        current = distribution()
-        if current is None:
-            return original(data, layouts)
-        return place_given(data, current)
-
-    return _distribute_data
+def distribute_data(original, data, layouts=None):
+    """Places batches, such as those of `train_on_batch`."""
+    current = distribution()
+    if current is None:
+        return original(data, layouts)
+    return place_given(data, current)
 
 
-def hook_predict_on_batch(original):
+def predict_on_batch(original, self, x):
     """Places the batch, which Keras passes to the step as it is."""
-
-    @functools.wraps(original)
-    def predict_on_batch(self, x):
-        current = distribution()
-        if current is not None:
-            x = place_given(x, current)
-        return original(self, x)
-
-    return predict_on_batch
+    current = distribution()
+    if current is not None and processes.world_size() > 1:
+        x = place_given(x, current)
+    return original(self, x)
 
 
-def hook_epoch_iterator(original):
+def agree_on_length(original, self, *args, **kwargs):
     """Makes all processes agree on the number of batches."""
-
-    @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
-        current = distribution()
-        original(self, *args, **kwargs)
-        if current is None:
-            return
-        self.data_adapter = data_shards.AgreedLength(
-            self.data_adapter, processes.gather, parts_of(current) is not None
-        )
-        self._num_batches = self.data_adapter.num_batches
-
-    return __init__
+    current = distribution()
+    original(self, *args, **kwargs)
+    if current is None:
+        return
+    self.data_adapter = data_shards.AgreedLength(
+        self.data_adapter, processes.gather, parts_of(current) is not None
+    )
+    self._num_batches = self.data_adapter.num_batches
 
 
-def hook_distributed_iterator(original):
+def in_step(original, self, current):
     """Yields the batches of an epoch in step with the other processes."""
-
-    @functools.wraps(original)
-    def _get_distributed_iterator(self, current):
-        for batch, is_part in data_shards.in_step(
-            self.data_adapter.get_jax_iterator(),
-            processes.gather,
-            parts_of(current),
-            _gather_rows,
-        ):
-            yield place(batch, current, is_part)
-
-    return _get_distributed_iterator
-
-
-def hook_symbolic_build(original):
-    """Raises on every process, before training, if their models differ."""
-
-    @functools.wraps(original)
-    def _symbolic_build(self, iterator=None, data_batch=None):
-        if iterator is not None:
-            processes.same_model(self)
-        return original(self, iterator=iterator, data_batch=data_batch)
-
-    return _symbolic_build
+    for batch, is_part in data_shards.in_step(
+        self.data_adapter.get_jax_iterator(),
+        processes.gather,
+        parts_of(current),
+        _gather_rows,
+    ):
+        yield place(batch, current, is_part)
 
 
 def _gather_rows(array, longest):

@@ -9,7 +9,7 @@ from keras.src import tree
 from keras.src.backend.jax import trainer as jax_trainer
 
 # HLO opcode -> the name that all backends use.
-_OPCODES = {
+OPCODES = {
     "all-reduce": "all_reduce",
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
@@ -17,7 +17,7 @@ _OPCODES = {
     "collective-permute": "collective_permute",
 }
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*-> .* \{$")
-_COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(_OPCODES)})(-start)?\(")
+_COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(OPCODES)})(-start)?\(")
 _CALLED = re.compile(
     r"\b(?:body|condition|calls|to_apply|true_computation|false_computation)"
     r"=%?([\w.\-]+)"
@@ -30,35 +30,24 @@ _GROUPS_IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 
 
 def compile_step(model, x, y=None):
-    """Compiles a model's step as `fit` or `predict` would; runs nothing.
-
-    Args:
-        model: A Keras model whose distribution is the current one.
-        x: Inputs of one batch.
-        y: Targets of the batch. Defaults to `None`: the step of `predict`.
-
-    Returns:
-        A `jax.stages.Compiled`.
-    """
+    """Compiles a model's step as `fit` or `predict` would; runs nothing."""
     data = (x,) if y is None else (x, y)
     data = tree.map_structure(backend.convert_to_numpy, data)
     batch = jax_trainer._distribute_data(data)
-    if y is None:
-        if not all(layer.built for layer in model._flatten_layers()):
-            with backend.StatelessScope():
-                model(batch[0])
-        state = model._get_jax_state(
-            trainable_variables=True, non_trainable_variables=True
-        )
-        step = jax.jit(model.predict_step)
-    else:
+    is_training = y is not None
+    if is_training:
         model._symbolic_build(data_batch=batch)
-        state = model._get_jax_state(
-            trainable_variables=True,
-            non_trainable_variables=True,
-            optimizer_variables=True,
-            metrics_variables=True,
-        )
+    elif not all(layer.built for layer in model._flatten_layers()):
+        with backend.StatelessScope():
+            model(batch[0])
+    state = model._get_jax_state(
+        trainable_variables=True,
+        non_trainable_variables=True,
+        optimizer_variables=is_training,
+        metrics_variables=is_training,
+    )
+    step = jax.jit(model.predict_step)
+    if is_training:
         step = jax.jit(
             model.train_step,
             donate_argnums=0,
@@ -82,7 +71,7 @@ def count(hlo):
         the results on one device.
     """
     entry, computations = _parse(hlo)
-    total = {name: [0, 0] for name in _OPCODES.values()}
+    total = {name: [0, 0] for name in OPCODES.values()}
     _add(computations, entry, 1, total)
     return {name: tuple(pair) for name, pair in total.items()}
 
@@ -114,7 +103,7 @@ def _add(computations, name, times, total):
                 sizes = sizes[len(sizes) // 2 :]
             elif start and opcode == "collective-permute":
                 sizes = sizes[1:2]
-            pair = total[_OPCODES[opcode]]
+            pair = total[OPCODES[opcode]]
             pair[0] += times * len(sizes)
             pair[1] += times * sum(sizes)
             continue

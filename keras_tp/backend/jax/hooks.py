@@ -1,13 +1,13 @@
 """The hook table of the JAX backend."""
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 from keras.src.backend.jax import core
 from keras.src.distribution.distribution_lib import distribution
 
 from keras_tp.backend.hooks import Hook
+from keras_tp.backend.hooks import around
+from keras_tp.backend.hooks import methods_row
 from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import batches
 from keras_tp.backend.jax import pooling
@@ -18,23 +18,7 @@ from keras_tp.backend.processes import data_shards
 from keras_tp.backend.saving import one_writer
 
 
-def _hook_distribute_data_input(original):
-    @functools.wraps(original)
-    def distribute_data_input(per_process_batch, layout, batch_dim_name):
-        if per_process_batch is None:
-            return None
-        if batches.is_sparse(per_process_batch):
-            return batches.replicate_sparse(per_process_batch, layout)
-        return original(
-            per_process_batch,
-            batches.fitting_sharding(per_process_batch.shape, layout),
-            batch_dim_name,
-        )
-
-    return distribute_data_input
-
-
-def _hook_repeat(original):
+def _repeat(original, x, repeats, axis=None):
     """Repeats replicated KV heads for the query heads by a lookup.
 
     `jnp.repeat` broadcasts to a new dim and merges it with the old one. If only
@@ -43,17 +27,13 @@ def _hook_repeat(original):
     heads, and the gradient is summed over the devices once.
     """
 
-    @functools.wraps(original)
-    def repeat(x, repeats, axis=None):
-        if isinstance(repeats, int) and axis is not None:
-            size = x.shape[axis]
-            if _only_repeated_divides(size, repeats):
-                index = np.repeat(np.arange(size), repeats)
-                x = core.convert_to_tensor(x)
-                return jnp.take(x, index, axis=axis, mode="clip")
-        return original(x, repeats, axis=axis)
-
-    return repeat
+    if isinstance(repeats, int) and axis is not None:
+        size = x.shape[axis]
+        if _only_repeated_divides(size, repeats):
+            index = np.repeat(np.arange(size), repeats)
+            x = core.convert_to_tensor(x)
+            return jnp.take(x, index, axis=axis, mode="clip")
+    return original(x, repeats, axis=axis)
 
 
 def _only_repeated_divides(size, repeats):
@@ -63,13 +43,23 @@ def _only_repeated_divides(size, repeats):
     )
 
 
-def _hook_print_msg(original):
-    @functools.wraps(original)
-    def print_msg(*args, **kwargs):
-        if processes.is_first():
-            return original(*args, **kwargs)
+class _Trainer:
+    """Methods of `JAXTrainer`."""
 
-    return print_msg
+    _make_function = programs.make_function
+    predict_on_batch = batches.predict_on_batch
+
+    def _symbolic_build(original, self, iterator=None, data_batch=None):
+        if iterator is not None:
+            processes.same_model(self)
+        return original(self, iterator=iterator, data_batch=data_batch)
+
+
+class _EpochIterator:
+    """Methods of `JAXEpochIterator`."""
+
+    __init__ = batches.agree_on_length
+    _get_distributed_iterator = batches.in_step
 
 
 def _of_several(hook):
@@ -83,7 +73,7 @@ def _of_several(hook):
     return hook._replace(replace=replace)
 
 
-_TRAINER = "keras.src.backend.jax.trainer"
+_KERAS = "keras.src.backend.jax"
 
 OF_SEVERAL_PROCESSES = [
     Hook(
@@ -92,73 +82,43 @@ OF_SEVERAL_PROCESSES = [
         arrays.hook_value,
         "numpy sees the whole tensor, or an error that names who is missing",
     ),
-    Hook(
-        _TRAINER,
-        "_distribute_data",
-        batches.hook_distribute_data,
-        "every process is given the same global batch, or its part",
+    methods_row(
+        f"{_KERAS}.trainer:JAXEpochIterator",
+        _EpochIterator,
+        "any kind of data is split, and processes are fed in step",
     ),
-    Hook(
-        f"{_TRAINER}:JAXTrainer",
-        "predict_on_batch",
-        batches.hook_predict_on_batch,
-        "every process is given the same global batch, or its part",
-    ),
-    Hook(
-        f"{_TRAINER}:JAXEpochIterator",
-        "__init__",
-        batches.hook_epoch_iterator,
-        "any kind of data is split, and epochs end together",
-    ),
-    Hook(
-        f"{_TRAINER}:JAXEpochIterator",
-        "_get_distributed_iterator",
-        batches.hook_distributed_iterator,
-        "processes with different data stop with an error",
-    ),
-    Hook(
-        "keras.src.trainers.trainer:Trainer",
-        "_symbolic_build",
-        batches.hook_symbolic_build,
-        "processes with different models stop with an error",
-    ),
-    Hook(
-        "keras.src.utils.io_utils",
-        "print_msg",
-        _hook_print_msg,
-        "one process prints progress",
-    ),
-    *callbacks.table(processes),
     *data_shards.table(processes),
 ]
 
 TABLE = [
     Hook(
-        "keras.src.backend.jax.numpy",
+        f"{_KERAS}.numpy",
         "repeat",
-        _hook_repeat,
+        around(_repeat),
         "heads that are fewer than the devices are not gathered",
     ),
-    *(
-        Hook(
-            "keras.src.backend.jax.nn",
-            name,
-            pooling.hook_max_pool,
-            "gradients are right where windows cross the border of two devices",
-        )
-        for name in ("max_pool", "adaptive_max_pool")
+    Hook(
+        f"{_KERAS}.nn",
+        ("max_pool", "adaptive_max_pool"),
+        pooling.hook_max_pool,
+        "gradients are right where windows cross the border of two devices",
     ),
     Hook(
-        "keras.src.backend.jax.distribution_lib",
-        "distribute_data_input",
-        _hook_distribute_data_input,
-        "a last batch that the batch axis does not divide is replicated",
-    ),
-    Hook(
-        "keras.src.backend.jax.distribution_lib",
+        f"{_KERAS}.distribution_lib",
         "distribute_tensor",
-        arrays.hook_distribute_tensor,
+        around(arrays.distribute_tensor),
         "a value that is in each process, or on one device, joins the mesh",
+    ),
+    Hook(
+        f"{_KERAS}.trainer",
+        "_distribute_data",
+        around(batches.distribute_data),
+        "processes share a batch, and one that does not divide is replicated",
+    ),
+    methods_row(
+        f"{_KERAS}.trainer:JAXTrainer",
+        _Trainer,
+        "processes run the same steps on the same batches, one after the other",
     ),
     Hook(
         "jax._src.interpreters.pxla:ExecuteReplicated",
@@ -172,14 +132,7 @@ TABLE = [
         programs.hook_fast_path,
         "programs with collectives on CPUs run one after the other",
     ),
-    Hook(
-        f"{_TRAINER}:JAXTrainer",
-        "_make_function",
-        programs.hook_make_function,
-        "programs with collectives on CPUs run one after the other",
-    ),
-    *callbacks.progress_table(),
-    *callbacks.files_table(processes),
-    *one_writer.table(processes, arrays.is_distributed),
+    *callbacks.table(),
+    *one_writer.table(arrays.is_distributed),
     *map(_of_several, OF_SEVERAL_PROCESSES),
 ]

@@ -74,7 +74,12 @@ def start(job_addresses=None, num_processes=None, process_id=None):
             f"num_processes={num_processes}"
         )
     began = time.monotonic()
-    address, count, own = _completed(addresses[0], num_processes, process_id)
+    address, count, own = (
+        clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            addresses[0] or os.environ.get("JAX_COORDINATOR_ADDRESS"),
+            *(num_processes, process_id, None, None, math.ceil(TIMEOUT_S)),
+        )[:3]
+    )
     if (address, count, own) == (None, None, None):
         return
     if None in (address, count, own):
@@ -109,7 +114,7 @@ def start(job_addresses=None, num_processes=None, process_id=None):
         initialization_timeout=max(5, math.ceil(left)),
         heartbeat_timeout_seconds=_HEARTBEAT_S,
     )
-    error_propagation.together(_open(), _put, _get)
+    error_propagation.together(store(), _put, _get)
     host = address.rpartition(":")[0].strip("[]")
     heartbeats.start(
         host, own, count, _put, _get, TIMEOUT_S, error_propagation.end_now
@@ -117,18 +122,17 @@ def start(job_addresses=None, num_processes=None, process_id=None):
 
 
 def store():
-    """Returns the `Store` of the run.
-
-    Raises:
-        RuntimeError: if this process did not join `jax.distributed`.
-    """
+    """Returns the `Store` of the run."""
     if not _store:
-        if distributed.global_state.client is None:
+        joined = distributed.global_state
+        if joined.client is None:
             raise RuntimeError(
                 "JAX runs in several processes that have no store in common. "
                 "Call `keras_tp.distribution.initialize` before anything else."
             )
-        _open()
+        delete = joined.client.key_value_delete
+        place = joined.process_id, joined.num_processes
+        _store.append(Store(_put, _get, delete, *place, TIMEOUT_S))
     return _store[0]
 
 
@@ -146,8 +150,8 @@ def meet(what):
 
 
 def longer():
-    """Returns a context in which processes wait longer. A collective."""
-    return store().longer()
+    """Returns a context in which processes wait longer for a slow one."""
+    return timeouts.longer()
 
 
 def from_first(value):
@@ -192,27 +196,6 @@ def agree_on_seed():
         consistency.one_seed(
             lambda v: gather(v, "the choice of a seed"), is_first()
         )
-
-
-def _completed(address, count, own):
-    """Returns address, number and index, with missing ones detected by JAX."""
-    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
-    return detect(address, count, own, None, None, math.ceil(TIMEOUT_S))[:3]
-
-
-def _open():
-    _store.append(
-        Store(
-            _put,
-            _get,
-            distributed.global_state.client.key_value_delete,
-            index=distributed.global_state.process_id,
-            count=distributed.global_state.num_processes,
-            patience=TIMEOUT_S,
-        )
-    )
-    return _store[0]
 
 
 def _put(key, value):

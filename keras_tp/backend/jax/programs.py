@@ -22,16 +22,10 @@ import weakref
 
 import jax
 
+from keras_tp.backend.jax import collective_counter
 from keras_tp.backend.jax import processes
 
-_COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-    "reduce-scatter",
-)
+_COLLECTIVES = (*collective_counter.OPCODES, "collective-broadcast")
 # In the HLO text of a program that updates donated state.
 _UPDATES = "input_output_alias"
 
@@ -78,24 +72,19 @@ def hook_call(original):
     return __call__
 
 
-def hook_make_function(original):
+def make_function(original, self, *args, **kwargs):
     """Keeps a result of a step of `fit`, which JAX runs past `hook_call`."""
+    function = original(self, *args, **kwargs)
+    if jax.default_backend() != "cpu":
+        return function
 
-    @functools.wraps(original)
-    def _make_function(self, *args, **kwargs):
-        function = original(self, *args, **kwargs)
-        if jax.default_backend() != "cpu":
-            return function
+    @functools.wraps(function)
+    def noted(state, iterator):
+        outputs, state = function(state, iterator)
+        _note(outputs)
+        return outputs, state
 
-        @functools.wraps(function)
-        def noted(state, iterator):
-            outputs, state = function(state, iterator)
-            _note(outputs)
-            return outputs, state
-
-        return noted
-
-    return _make_function
+    return noted
 
 
 def _note(results):

@@ -15,11 +15,7 @@ from keras_tp.backend.processes import supervisor
 
 
 def main(argv):
-    """Runs a script with its arguments.
-
-    Args:
-        argv: List of strings. The script and its arguments.
-    """
+    """Runs a script with its arguments."""
     error_propagation.report_to_launcher()
     # A late import, because Keras and its backend take seconds to import.
     from keras_tp import backend

@@ -23,8 +23,7 @@ def before_import(device_count, variables):
 
     Args:
         device_count: Int. Number of devices.
-        variables: Dict from environment variable to value. Keras's backend
-            reads them at import.
+        variables: Dict from environment variable to value.
     """
     lines = "; ".join(
         f'os.environ["{name}"] = "{value}"' for name, value in variables.items()
@@ -42,23 +41,14 @@ def launch(device_count):
 
 
 def run_script(argv):
-    """Runs a script in this process, as `python SCRIPT` does.
-
-    Args:
-        argv: List of strings. The script and its arguments.
-    """
+    """Runs a script, with its arguments, as `python SCRIPT` does."""
     sys.argv = list(argv)
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
     runpy.run_path(argv[0], run_name="__main__")
 
 
 def trace_of_script(trace):
-    """Returns a traceback without the frames of `run_script` and its callers.
-
-    Args:
-        trace: Traceback object. It is returned unchanged if it does not
-            contain `run_script`.
-    """
+    """Returns a traceback without the frames of `run_script` and before."""
     part = trace
     while part is not None:
         if part.tb_frame.f_code is run_script.__code__:

@@ -29,10 +29,28 @@ _POLL_S = 0.5
 _LOOK_S = 0.1
 # Seconds to wait for the cause of a communication error.
 _CAUSE_S = 1.5
-_code = []
-_error_file = []
-# Errors that another process may have caused.
-_communication_errors = [RuntimeError]
+
+
+class _Ending:
+    """How this process ends.
+
+    Attributes:
+        code: Int. Exit code, `None` while this process has not failed.
+        error_file: String. Path of the launcher's file, or `None`.
+        errors: Tuple of the errors that another process may have caused.
+        fail: Function of an exit code and a message, which tells the others;
+            `None` before `together`.
+    """
+
+    def reset(self):
+        """Returns to the state of a process that has joined no other."""
+        self.code = self.error_file = self.fail = None
+        self.errors = (RuntimeError,)
+
+    __init__ = reset
+
+
+_ending = _Ending()
 
 
 def report_to_launcher():
@@ -45,7 +63,7 @@ def report_to_launcher():
     if path is None:
         return
     _end_with_launcher()
-    _error_file.append(os.path.expandvars(path))
+    _ending.error_file = os.path.expandvars(path)
     sys.excepthook = tell_error
 
 
@@ -76,8 +94,8 @@ def note_end():
 
     Other processes may report its end before the launcher notices it.
     """
-    if _error_file:
-        with open(_error_file[0] + END, "w") as file:
+    if _ending.error_file:
+        with open(_ending.error_file + END, "w") as file:
             file.write(str(time.time()))
 
 
@@ -89,13 +107,13 @@ def tell(text, summary=None, at=None):
         summary: String. The error in short. Defaults to `text`.
         at: Float. Time, in seconds since the epoch. Defaults to now.
     """
-    if not _error_file:
+    if not _ending.error_file:
         sys.stderr.write(text)
         sys.stderr.flush()
         return
     at = at or time.time()
     entry = {"at": at, "text": text, "summary": summary or text}
-    with open(_error_file[0], "a") as file:
+    with open(_ending.error_file, "a") as file:
         file.write(json.dumps(entry) + "\n")
 
 
@@ -113,20 +131,15 @@ def tell_error(kind, error, trace):
 
 def _add_cause(error):
     """Adds a note that names the process behind a communication error."""
-    if isinstance(error, tuple(_communication_errors)):
+    if isinstance(error, _ending.errors):
         cause = heartbeats.cause(_CAUSE_S)
         if cause is not None:
             error.add_note(cause.rstrip())
 
 
-def end_now(text, summary):
-    """Ends this process because of another one, unless it has failed itself.
-
-    Args:
-        text: String. The error. Ends with a newline.
-        summary: String. The error in short.
-    """
-    if _code:
+def end_now(text, summary=None):
+    """Ends this process because of another one, unless it has failed itself."""
+    if _ending.code is not None:
         return
     tell(text, summary)
     _flush()
@@ -144,7 +157,7 @@ def together(store, put, get, *errors):
         *errors: Error classes of the runtime that another process may have
             caused, in addition to `RuntimeError`.
     """
-    _communication_errors.extend(errors)
+    _ending.errors += errors
     before = sys.excepthook
     stopped = threading.Event()
 
@@ -170,17 +183,16 @@ def together(store, put, get, *errors):
                 # The runtime itself ends a process that loses the others.
                 return
             index, _, message = found.partition(" ")
-            if _code or int(index) == store.index:
-                return
-            tell(
-                f"Process {store.index} of {store.count} ends, because "
-                f"process {index} failed: {message}\n"
-            )
-            _flush()
-            os._exit(1)
+            if int(index) != store.index:
+                end_now(
+                    f"Process {store.index} of {store.count} ends, because "
+                    f"process {index} failed: {message}\n"
+                )
+            return
 
     def fail(code, message):
-        _code.append(code)
+        if _ending.code is None:
+            _ending.code = code
         report(message)
         heartbeats.leave(message)
 
@@ -188,7 +200,7 @@ def together(store, put, get, *errors):
         # The watcher must not be inside the runtime while Python ends.
         stopped.set()
         watcher.join()
-        if not _code:
+        if _ending.code is None:
             heartbeats.leave()
             return
         # Otherwise the runtime would wait until the others leave, too.
@@ -196,23 +208,20 @@ def together(store, put, get, *errors):
         if store.index == 0:
             # Process 0 holds the store, where the others read the error.
             time.sleep(1)
-        os._exit(_code[0])
+        os._exit(_ending.code)
 
     watcher = threading.Thread(target=look, daemon=True)
-    _fail.append(fail)
+    _ending.fail = fail
     sys.excepthook = excepthook
     watcher.start()
     # Runs before the exit handlers of the runtime.
     atexit.register(leave)
 
 
-_fail = []
-
-
 def with_code(code):
     """Tells the others that this process ends with a nonzero exit code."""
-    for fail in _fail:
-        fail(code, f"it ended with exit code {code}")
+    if _ending.fail is not None:
+        _ending.fail(code, f"it ended with exit code {code}")
 
 
 def _flush():

@@ -19,11 +19,7 @@ _KILLED = [
 ]
 
 
-class Failure(
-    collections.namedtuple(
-        "Failure", ["at", "index", "text", "summary", "code"]
-    )
-):
+class Failure(collections.namedtuple("Failure", "at index text summary code")):
     """How a process failed.
 
     Args:
@@ -58,11 +54,7 @@ def told(path, index, code):
 
 
 def noted_end(path):
-    """Returns the time when a process began to end, or `None` if not noted.
-
-    Args:
-        path: String. Value of `error_propagation.ERROR_FILE` in the process.
-    """
+    """Returns the time when a process began to end, or `None` if not noted."""
     if not os.path.exists(path + error_propagation.END):
         return None
     with open(path + error_propagation.END) as file:
@@ -75,10 +67,8 @@ def untold(at, index, return_code, output_path=None):
     Args:
         at: Float. Time when it ended, in seconds since the epoch.
         index: Int. Index of the process.
-        return_code: Int. `returncode` of `subprocess.Popen`, which is
-            negative for a signal.
-        output_path: String. File with the output of the process. Defaults to
-            `None`: the output was printed.
+        return_code: Int. Negative for a signal, as in `subprocess.Popen`.
+        output_path: String. File with its output. `None` if it was printed.
     """
     how = f"It ended with exit code {return_code}.\n"
     if return_code < 0:

@@ -61,25 +61,13 @@ def start(host, index, count, put, get, patience, end):
 
 
 def cause(seconds):
-    """Returns which process caused an error of the communication.
-
-    Args:
-        seconds: Float. Longest time to wait for news of the others.
-
-    Returns:
-        String. An error message, or `None` if no process is at fault.
-    """
+    """Returns which process caused an error of the communication, or `None`."""
     found = _watch[0].cause_within(seconds) if _watch else None
     return found and found[0]
 
 
 def leave(status=progress.LEFT):
-    """Tells the others that this process ends.
-
-    Args:
-        status: String. `progress.LEFT` for the end of the script, or an
-            error. Defaults to `progress.LEFT`.
-    """
+    """Tells the others that this process ends, at the end or by an error."""
     while _watch:
         _watch.pop().leave(status)
 
@@ -107,6 +95,8 @@ class _Lines:
             received = self.link.recv(_LINE_BYTES)
         except BlockingIOError:
             return []
+        except OSError:
+            return None
         if not received or len(self._received) > _LINE_BYTES:
             return None
         *lines, self._received = (self._received + received).split(b"\n")
@@ -114,12 +104,7 @@ class _Lines:
 
 
 class _Server(threading.Thread):
-    """Forwards the states of all processes. Runs in process 0.
-
-    Args:
-        listening: Socket that listens.
-        count: Int. Number of processes.
-    """
+    """Forwards the states of all processes. Runs in process 0."""
 
     def __init__(self, listening, count):
         super().__init__(daemon=True, name="keras_tp_watch_server")
@@ -164,10 +149,7 @@ class _Server(threading.Thread):
         return self._read(key.data, selector)
 
     def _read(self, index, selector):
-        try:
-            found = self._members[index].received()
-        except OSError:
-            found = None
+        found = self._members[index].received()
         if found is None:
             selector.unregister(self._members.pop(index).link)
             state = self._states.get(index, progress.STARTING)
@@ -247,16 +229,10 @@ class _Watcher(threading.Thread):
 
     def cause_within(self, seconds):
         """Returns the fault, or `None` if it is not found within `seconds`."""
-        found = []
-
-        def is_known():
-            cause = self._fault(progress.failed_state(), True)
-            found[:] = [cause]
-            return cause is not None
-
         with self._news:
-            self._news.wait_for(is_known, seconds)
-        return found[0]
+            return self._news.wait_for(
+                lambda: self._fault(progress.failed_state(), True), seconds
+            )
 
     def _beat(self, is_connected):
         own = progress.own_state()._replace(status=self._status)
@@ -267,10 +243,7 @@ class _Watcher(threading.Thread):
 
     def _read(self):
         """Reads the others' states; returns whether process 0 is connected."""
-        try:
-            found = self._lines.received()
-        except OSError:
-            found = None
+        found = self._lines.received()
         with self._news:
             if found is None:
                 self._lose_the_others()

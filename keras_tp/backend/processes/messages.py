@@ -24,11 +24,7 @@ def encode(value):
 
 
 def decode(data):
-    """Returns the value that `encode` encoded.
-
-    Raises:
-        ValueError: if the bytes do not come from `encode`.
-    """
+    """Returns the value that `encode` encoded."""
     try:
         return _from_json(json.loads(data))
     except (KeyError, RecursionError, TypeError, ValueError) as e:

@@ -68,45 +68,43 @@ class State(
         return self.still + self.silent
 
 
-class _Own:
+class _Position:
     """The position of this process in the program."""
 
-    methods = ()
-    steps = 0
-    batches = 0
-    place = "the script"
-    kind = ALONE
-    moved = time.monotonic()
-    # Name of the last step taken together with the others.
-    step = "its start"
+    def reset(self):
+        """Returns to the start of the script."""
+        self.methods = ()
+        self.steps = self.batches = 0
+        # Name of the last step taken together with the others.
+        self.step = "its start"
+        self.move("the script", ALONE)
+
+    __init__ = reset
+
+    def move(self, place, kind):
+        """Notes where this process is now."""
+        self.place, self.kind, self.moved = place, kind, time.monotonic()
 
 
+_own = _Position()
 STARTING = State(0, "its start", ALONE, 0.0)
 
 
 def alone(place):
-    """Notes that this process runs code that needs no other process.
-
-    Args:
-        place: String. Name of the code.
-    """
-    _Own.place, _Own.kind, _Own.moved = place, ALONE, time.monotonic()
+    """Notes that this process runs code that needs no other process."""
+    _own.move(place, ALONE)
 
 
 def together(place):
-    """Notes that this process takes a step that all processes take.
-
-    Args:
-        place: String. Name of the step.
-    """
-    _Own.steps += 1
-    _Own.step = place
-    _Own.place, _Own.kind, _Own.moved = place, TOGETHER, time.monotonic()
+    """Notes that this process takes a step that all processes take."""
+    _own.steps += 1
+    _own.step = place
+    _own.move(place, TOGETHER)
 
 
 def source():
     """Notes that this process requests a batch from its data source."""
-    alone(f"its data source, after batch {_Own.batches}{_of_method()}")
+    alone(f"its data source, after batch {_own.batches}{_of_method()}")
 
 
 def end_of_data():
@@ -116,17 +114,13 @@ def end_of_data():
 
 def batch():
     """Notes that this process has a batch, which all processes compute."""
-    _Own.batches += 1
-    together(f"batch {_Own.batches}{_of_method()}")
+    _own.batches += 1
+    together(f"batch {_own.batches}{_of_method()}")
 
 
 @contextlib.contextmanager
 def callback(name):
-    """Context in which this process runs callbacks.
-
-    Args:
-        name: String. Name of the callback method.
-    """
+    """Context in which this process runs a method of callbacks."""
     with _returning():
         alone(f"`{name}` of a callback{_of_method()}")
         yield
@@ -134,11 +128,7 @@ def callback(name):
 
 @contextlib.contextmanager
 def meeting(what):
-    """Context in which this process waits for the others.
-
-    Args:
-        what: String. Name of the collective.
-    """
+    """Context in which this process waits for the others at a collective."""
     with _returning():
         together(f"{what.strip(',')}{_of_method()}")
         yield
@@ -147,59 +137,52 @@ def meeting(what):
 @contextlib.contextmanager
 def _returning():
     """Context that restores the position of this process at its end."""
-    place, kind = _Own.place, _Own.kind
+    place, kind = _own.place, _own.kind
     try:
         yield
     finally:
-        _Own.place, _Own.kind, _Own.moved = place, kind, time.monotonic()
+        _own.move(place, kind)
 
 
 @contextlib.contextmanager
 def method(name):
-    """Context in which this process runs a method of a model.
-
-    Args:
-        name: String. Name of the method, such as `"fit"`.
-    """
-    outer, batches = _Own.methods, _Own.batches
-    place, kind = _Own.place, _Own.kind
-    _Own.methods, _Own.batches = (*outer, name), 0
+    """Context in which this process runs a method of a model, as `"fit"`."""
+    outer, batches = _own.methods, _own.batches
+    place, kind = _own.place, _own.kind
+    _own.methods, _own.batches = (*outer, name), 0
     alone(f"`{name}`")
     try:
         yield
     finally:
-        _Own.methods, _Own.batches = outer, batches
+        _own.methods, _own.batches = outer, batches
         if not outer:
             place, kind = f"the script, after `{name}`", ALONE
-        _Own.place, _Own.kind, _Own.moved = place, kind, time.monotonic()
+        _own.move(place, kind)
 
 
 def own_state():
     """Returns the `State` of this process."""
-    kind = _Own.kind
+    kind = _own.kind
     if kind == ALONE and timeouts.is_longer():
         kind = WRITING
-    still = time.monotonic() - _Own.moved
-    return State(_Own.steps, _Own.place, kind, still, _line())
+    still = time.monotonic() - _own.moved
+    return State(_own.steps, _own.place, kind, still, _line())
 
 
 def failed_state():
     """Returns the `State` of this process after its last step failed."""
-    kind, place, still = TOGETHER, _Own.step, math.inf
+    kind, place, still = TOGETHER, _own.step, math.inf
     return own_state()._replace(kind=kind, place=place, still=still)
 
 
 def fault(states, patience, has_failed=False):
-    """Returns the fault of a run, or `None` if the run has none.
+    """Returns the fault of a run: its error message and a summary, or `None`.
 
     Args:
         states: Dict from the index of a process to its `State`.
         patience: Float. Seconds that processes wait for each other.
         has_failed: Boolean. Whether the communication has already failed, so
             that the fault is its cause. Defaults to `False`.
-
-    Returns:
-        Pair of strings: the error message and its summary.
     """
     for index, state in sorted(states.items()):
         found = _fault_of(index, state, states, patience, has_failed)
@@ -261,7 +244,7 @@ def _fault_of(index, state, states, patience, has_failed):
 
 
 def _of_method():
-    return f" in `{_Own.methods[-1]}`" if _Own.methods else ""
+    return f" in `{_own.methods[-1]}`" if _own.methods else ""
 
 
 _LIBRARIES = (

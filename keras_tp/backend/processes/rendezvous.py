@@ -112,14 +112,7 @@ class _Guest:
 
 
 def accept(listening, selector, stack, count):
-    """Accepts a connection and sends it a challenge.
-
-    Args:
-        listening: Socket that listens.
-        selector: Selector. The connection is registered with it.
-        stack: `contextlib.ExitStack` that closes the connection.
-        count: Int. Number of processes.
-    """
+    """Accepts a connection, registers it, and sends it a challenge."""
     connection = listening.accept()[0]
     if len(selector.get_map()) > count + _STRANGERS:
         connection.close()
@@ -135,14 +128,8 @@ def accept(listening, selector, stack, count):
 def heard(selector, key, count, first=1):
     """Reads an answer to a challenge, and closes the connection if it is wrong.
 
-    Args:
-        selector: Selector that has the connection.
-        key: `SelectorKey` of the connection.
-        count: Int. Number of processes.
-        first: Int. Lowest valid index. Defaults to 1.
-
     Returns:
-        Int. The proven index, or `None` if there is none yet.
+        Int. The proven index, at least `first`; `None` if there is none yet.
     """
     guest, connection = key.data, key.fileobj
     try:
@@ -197,12 +184,7 @@ def _ask(host, port, index, deadline):
 
 
 def introduce(link, index):
-    """Answers the challenge of process 0.
-
-    Args:
-        link: Socket connected to process 0.
-        index: Int. Index of this process.
-    """
+    """Answers the challenge of process 0."""
     challenge = read_line(link).strip().decode(errors="replace")
     answer = {"index": index, "proof": _proof(challenge, index)}
     link.sendall(json.dumps(answer).encode() + b"\n")

@@ -50,9 +50,7 @@ def place_in_run(job_addresses=None, num_processes=None, process_id=None):
     return job_addresses, num_processes, process_id
 
 
-class Process(
-    collections.namedtuple("Process", ["index", "command", "environment"])
-):
+class Process(collections.namedtuple("Process", "index command environment")):
     """A process to start.
 
     Args:
@@ -71,15 +69,7 @@ class Process(
 
 class Plan(
     collections.namedtuple(
-        "Plan",
-        [
-            "devices",
-            "processes",
-            "hosts",
-            "host_index",
-            "dry_run",
-            "all_output",
-        ],
+        "Plan", "devices processes hosts host_index dry_run all_output"
     )
 ):
     """The devices, processes and hosts of a run.
@@ -169,14 +159,14 @@ def _processes(plan, argv, environment):
 def run(processes, count, all_output=False):
     """Runs processes until all have ended, and ends all if one fails.
 
-    This process forwards its signals to all of them.
+    This process forwards its signals to all of them. If a process that does
+    not print fails without a Python error, its last output is shown.
 
     Args:
         processes: List of `Process`.
         count: Int. Number of processes of the whole run.
         all_output: Boolean. Whether all processes print. Defaults to `False`:
-            only process 0 prints. If another process fails without a Python
-            error, its last output is shown.
+            only process 0 prints.
 
     Returns:
         Int. The exit code: 0, the code of the process that failed first, or

@@ -29,15 +29,7 @@ def timeout():
 
 
 def not_called_by_all(what, index, count, seconds, missing):
-    """Returns the error message for a collective that some did not call.
-
-    Args:
-        what: String. Name of the collective.
-        index: Int. Index of this process.
-        count: Int. Number of processes.
-        seconds: Float. Time that this process waited for the others.
-        missing: String. Names the processes that did not call it.
-    """
+    """Returns the error message for a collective that some did not call."""
     return (
         f"{what} is a collective of {count} processes: every process has to "
         f"call it. Process {index} did, and others did not within "
@@ -50,8 +42,7 @@ def meanwhile(places):
     """Returns a sentence about processes that wait at other collectives.
 
     Args:
-        places: Dict from the index of a process to the name of the collective
-            where it waits. If it is empty, so is the sentence.
+        places: Dict from the index of a process to the name of its collective.
     """
     if not places:
         return ""

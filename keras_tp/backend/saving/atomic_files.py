@@ -41,12 +41,9 @@ def replaced(path):
 
 @contextlib.contextmanager
 def folder_beside(path):
-    """Yields a temporary folder to write to.
+    """Yields a temporary folder to write to, beside a file to replace.
 
     Also removes the folders of earlier processes that ended while they wrote.
-
-    Args:
-        path: `pathlib.Path` of the file to replace.
     """
     _remove_leftovers(path)
     prefix = _FOLDER.format(name=path.name, host=_host(), process=os.getpid())
@@ -59,12 +56,7 @@ def folder_beside(path):
 
 
 def put(new, path):
-    """Moves a flushed file to a path, and replaces a file that exists there.
-
-    Args:
-        new: `pathlib.Path` of the file, on the same disk as `path`.
-        path: `pathlib.Path` of the target.
-    """
+    """Moves a flushed file to a path on its disk; replaces a file there."""
     if path.exists():
         shutil.copymode(path, new)
     os.replace(new, path)
@@ -72,11 +64,7 @@ def put(new, path):
 
 
 def are_others_writing(path):
-    """Returns whether another process seems to write a replacement of a file.
-
-    Args:
-        path: `pathlib.Path` of the file.
-    """
+    """Returns whether another process seems to replace a file right now."""
     own = f"{_host()}-{os.getpid()}"
     return any(
         found.group(1) != own
@@ -120,11 +108,7 @@ def _is_alive(process):
 
 @contextlib.contextmanager
 def full_disk_named(path):
-    """Context that adds the file's name to the error of a full disk.
-
-    Args:
-        path: `pathlib.Path` of the file.
-    """
+    """Context that adds the file's name to the error of a full disk."""
     try:
         yield
     except (OSError, RuntimeError) as e:
@@ -142,11 +126,7 @@ def full_disk_named(path):
 
 
 def flush(path):
-    """Waits until a file, or the entries of a folder, are on the disk.
-
-    Args:
-        path: String or path.
-    """
+    """Waits until a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

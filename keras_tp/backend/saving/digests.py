@@ -5,23 +5,32 @@ root group has a SHA-256 over all of these digests: the seal. Keras ignores
 both. A file without a seal, such as Keras writes, can be read, too.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
+import pathlib
 import zipfile
 import zlib
 
 import h5py
 import numpy as np
 
+from keras_tp.backend.saving import atomic_files
 from keras_tp.backend.saving import file_seal
+
+# A file that Keras writes into the folder of an unpacked model and never reads.
+# The digests of the other files are added to it, and a digest over these.
+_METADATA = "metadata.json"
+_FILES = "keras_tp_files"
+_FILES_SEAL = "keras_tp_sha256"
 
 DIGEST = "keras_tp_sha256"
 SEAL = "keras_tp_seal"
 PROGRESS = "keras_tp_progress"
 
-# Errors that h5py and `json` raise for damaged files.
+# Errors that h5py, `json` and `zipfile` raise for damaged files.
 READING_ERRORS = (
     ArithmeticError,
     AttributeError,
@@ -33,6 +42,8 @@ READING_ERRORS = (
     SystemError,
     TypeError,
     ValueError,
+    zipfile.BadZipFile,
+    zlib.error,
 )
 
 _BLOCK_BYTES = 2**24
@@ -49,13 +60,19 @@ class UnreadableFileError(ValueError, OSError):
     """
 
 
-def note(dataset, value):
-    """Adds the digest of a value to its dataset.
+@contextlib.contextmanager
+def reading():
+    """Context that raises errors of damaged files as `UnreadableFileError`."""
+    try:
+        yield
+    except (FileNotFoundError, UnreadableFileError):
+        raise
+    except READING_ERRORS as e:
+        raise UnreadableFileError(f"{type(e).__name__}: {e}") from e
 
-    Args:
-        dataset: `h5py.Dataset` that was just written.
-        value: The array that was written.
-    """
+
+def note(dataset, value):
+    """Adds the digest of a value that was just written to its dataset."""
     digest = _begin(dataset)
     digest.update(_bytes(value))
     dataset.attrs[DIGEST] = digest.hexdigest()
@@ -80,27 +97,17 @@ def seal(file, progress=None):
 
 
 def progress_of(path):
-    """Returns the progress that `seal` wrote to a file, or `None`.
-
-    Args:
-        path: String or path.
-    """
+    """Returns the progress that `seal` wrote to a file, or `None`."""
     with h5py.File(path) as file:
         found = file.attrs.get(PROGRESS)
     return found and json.loads(found)
 
 
 def check(file):
-    """Compares the content of a file with its digests.
+    """Compares the content of a file with its digests; returns the seal.
 
     Sizes are checked before any value is read. In a file without digests, only
-    sizes are checked.
-
-    Args:
-        file: `h5py.File`.
-
-    Returns:
-        String. The seal, or `None` if the file has none.
+    sizes are checked, and the result is `None`.
 
     Raises:
         UnreadableFileError: if something differs, with the dataset's name.
@@ -110,55 +117,42 @@ def check(file):
     return found
 
 
+@reading()
 def check_seal(file):
     """Checks sizes and the list of variables, without reading values.
 
-    Args:
-        file: `h5py.File`.
-
-    Returns:
-        String. The seal, or `None` if the file has none.
-
-    Raises:
-        UnreadableFileError: if something differs.
+    Returns and raises as `check` does.
     """
-    try:
-        return _check_seal(file)
-    except READING_ERRORS as e:
-        raise unreadable(e) from e
+    datasets = _datasets(file)
+    _check_sizes(file, datasets)
+    wanted = file.attrs.get(SEAL)
+    noted = [name for name, held in datasets.items() if DIGEST in held.attrs]
+    if wanted is None and not noted:
+        return None
+    if wanted != _seal_of(file, datasets):
+        raise UnreadableFileError(
+            "The file does not hold the variables that were saved: the "
+            f"SHA-256 over all of them differs. Received: {len(datasets)} "
+            "variables"
+        )
+    return wanted
 
 
+@reading()
 def check_rest(file, names):
     """Compares the values that were not compared yet with their digests.
 
     Args:
         file: `h5py.File`.
         names: Collection of the names of datasets that were compared.
-
-    Raises:
-        UnreadableFileError: if a value differs, with the dataset's name.
     """
-    try:
-        for name, dataset in _datasets(file).items():
-            if dataset.name not in names and DIGEST in dataset.attrs:
-                _check_blocks(name, dataset, _blocks(dataset))
-    except READING_ERRORS as e:
-        raise unreadable(e) from e
+    for name, dataset in _datasets(file).items():
+        if dataset.name not in names and DIGEST in dataset.attrs:
+            _check_blocks(name, dataset, _blocks(dataset))
 
 
 def check_value(dataset, value):
-    """Compares a value that was read with the digest of its dataset.
-
-    Args:
-        dataset: `h5py.Dataset`.
-        value: The array that was read from it.
-
-    Returns:
-        String. The name of the dataset.
-
-    Raises:
-        UnreadableFileError: if the value differs.
-    """
+    """Compares a value with the digest of its dataset; returns the name."""
     if DIGEST in dataset.attrs:
         _check_blocks(dataset.name, dataset, [value])
     return dataset.name
@@ -180,7 +174,10 @@ def check_bytes(path_or_io, archive=None, mode="r"):
     if mode != "r":
         return
     if archive is not None:
-        _check_member(archive, path_or_io)
+        with reading(), archive.open(str(path_or_io)) as file:
+            # The end of the member is where `zipfile` compares its checksum.
+            while file.read(_BLOCK_BYTES):
+                pass
     elif isinstance(path_or_io, (str, os.PathLike)):
         if file_seal.differs(path_or_io):
             raise UnreadableFileError(
@@ -190,36 +187,67 @@ def check_bytes(path_or_io, archive=None, mode="r"):
             )
 
 
-def _check_member(archive, name):
-    try:
-        with archive.open(str(name)) as file:
-            while file.read(_BLOCK_BYTES):
-                pass
-    except (*READING_ERRORS, zipfile.BadZipFile, zlib.error) as e:
-        raise unreadable(e) from e
+def note_folder(path):
+    """Adds the digests of the config and the assets of an unpacked model.
+
+    The weights file has digests of its own.
+    """
+    folder = pathlib.Path(path)
+    written = [folder / "config.json", *sorted((folder / "assets").rglob("*"))]
+    held = json.loads((folder / _METADATA).read_bytes())
+    held[_FILES] = {
+        file.relative_to(folder).as_posix(): _digest_of(file)
+        for file in written
+        if file.is_file()
+    }
+    held[_FILES_SEAL] = _digest_of_list(held[_FILES])
+    with atomic_files.replaced(folder / _METADATA) as new:
+        pathlib.Path(new).write_text(json.dumps(held))
 
 
-def unreadable(error):
-    """Returns an error as an `UnreadableFileError`."""
-    if isinstance(error, UnreadableFileError):
-        return error
-    return UnreadableFileError(f"{type(error).__name__}: {error}")
+@reading()
+def check_folder(path):
+    """Compares the config and the assets of an unpacked model.
 
-
-def _check_seal(file):
-    datasets = _datasets(file)
-    _check_sizes(file, datasets)
-    wanted = file.attrs.get(SEAL)
-    noted = [name for name, held in datasets.items() if DIGEST in held.attrs]
-    if wanted is None and not noted:
-        return None
-    if wanted != _seal_of(file, datasets):
+    Also checks what `check_seal` does: Keras hides the error of a weights file
+    that cannot be opened. The error names a file that differs.
+    """
+    folder = pathlib.Path(path)
+    weights = folder / "model.weights.h5"
+    if weights.exists():
+        check_bytes(weights)
+        with h5py.File(weights) as file:
+            check_seal(file)
+    if not (folder / _METADATA).exists():
+        return
+    held = json.loads((folder / _METADATA).read_bytes())
+    files, seal = held.get(_FILES), held.get(_FILES_SEAL)
+    if files is None and seal is None:
+        return
+    differing = [_METADATA]
+    if seal == _digest_of_list(files):
+        differing = [
+            name
+            for name, digest in files.items()
+            if not (folder / name).is_file()
+            or digest != _digest_of(folder / name)
+        ]
+    if differing:
         raise UnreadableFileError(
-            "The file does not hold the variables that were saved: the "
-            f"SHA-256 over all of them differs. Received: {len(datasets)} "
-            "variables"
+            f"The bytes of '{folder / differing[0]}' are not those that were "
+            f"saved: their SHA-256 differs. Received: {differing}"
         )
-    return wanted
+
+
+def _digest_of(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of_list(files):
+    return hashlib.sha256(
+        json.dumps(files, sort_keys=True).encode()
+    ).hexdigest()
 
 
 def _check_blocks(name, dataset, blocks):

@@ -1,8 +1,9 @@
-"""Appends a digest of an HDF5 file's structure: all bytes but the values.
+"""Appends a digest to an HDF5 file: of its structure, or of all bytes.
 
 The digest is checked before HDF5 reads the file, because the library may hang
 on a file with a damaged structure. HDF5 ignores bytes after its own end of the
-file. The values have digests of their own, in `digests.py`.
+file. The structure is all bytes but the values, where these have digests of
+their own, in `digests.py`.
 """
 
 import hashlib
@@ -21,15 +22,11 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _PLACE_OF_END = {0: 40, 1: 44, 2: 28, 3: 28}
 
 
-def append(path):
-    """Adds the trailer to a closed file.
-
-    Args:
-        path: String or path.
-    """
+def append(path, with_values=False):
+    """Adds the trailer to a closed file: of its structure, or of all bytes."""
     with open(path, "rb+") as file:
         size = file.seek(0, os.SEEK_END)
-        values = _values(path)
+        values = [] if with_values else _values(path)
         held = {
             "bytes": size,
             "values": values,
@@ -45,9 +42,6 @@ def differs(path):
 
     Without a trailer, a file differs if it is longer than HDF5 says, because
     its trailer was cut.
-
-    Args:
-        path: String or path.
     """
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)

@@ -12,153 +12,125 @@ import tempfile
 from keras.src import backend
 from keras.src.distribution.distribution_lib import distribution
 
-from keras_tp.backend.hooks import Hook
+from keras_tp.backend import current
+from keras_tp.backend.hooks import methods_row
 from keras_tp.backend.saving import atomic_files
 from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import file_seal
 from keras_tp.backend.saving import sharded_files
 
 # Suffixes of the formats that Keras writes as one file.
-_FILES = (".keras", ".h5", ".hdf5")
-_STORE = "keras.src.saving.saving_lib:H5IOStore"
-_STORE_OF_PARTS = "keras.src.saving.saving_lib:ShardedH5IOStore"
-_DAMAGE = "damage is found before anything is loaded"
-_SEAL = "a variable that is missing in the file is found"
+_LEGACY = (".h5", ".hdf5")
+_FILES = (".keras", *_LEGACY)
 _SAVING = "Saving, in which only one process writes the files,"
 
 
-def table(processes, is_distributed):
+class _Saves:
+    """The saves and loads that are under way.
+
+    Attributes:
+        sealing: Int. Number of saves in which this process writes digests.
+        joining: Int. Number of saves in which it only gathers values.
+        progress: List of the progress of training to store; see `noting`.
+        read: List with, for each load that is checked, a list that holds the
+            array read last.
+        opened: Dict from each open store to the names of the values compared
+            so far, or to `None` if it has no values to compare.
+    """
+
+    def reset(self):
+        """Forgets all saves and loads."""
+        self.sealing = self.joining = 0
+        self.progress = []
+        self.read = []
+        self.opened = {}
+
+    __init__ = reset
+
+
+_saves = _Saves()
+
+
+def table(is_distributed):
     """Returns the rows of a hook table.
 
     Args:
-        processes: The backend's `processes` module, with `meet`, `longer`,
-            `is_first` and `world_size`.
         is_distributed: Function of a model. Returns whether its variables are
             split over processes.
     """
+    save = functools.partial(_save_once, is_distributed)
+
+    class Formats:
+        def save_model(original, *args, **kwargs):
+            return save(original, _in_place, *args, **kwargs)
+
+        def save_weights_only(original, model, filepath, *args, **kwargs):
+            is_parts = args[0] if args else kwargs.get("max_shard_size")
+            place = _parts_in_place if is_parts else _in_place
+            return save(original, place, model, filepath, *args, **kwargs)
+
+        def is_memory_sufficient(original, model):
+            # The whole file would be in memory.
+            is_split = _processes().world_size() > 1 and is_distributed(model)
+            return not is_split and original(model)
+
+    class LegacyFormat:
+        def save_model_to_hdf5(original, *args, **kwargs):
+            return save(original, _legacy_in_place, *args, **kwargs)
+
+        load_weights_from_hdf5_group = _check_group
+        load_weights_from_hdf5_group_by_name = _check_group
+
     return [
-        *(
-            Hook(
-                owner,
-                name,
-                functools.partial(_save_once, processes, is_distributed),
+        methods_row(owner, methods, why)
+        for owner, methods, why in (
+            (
+                "keras.src.saving.saving_lib",
+                Formats,
                 "all processes gather and one writes",
-            )
-            for owner, name in (
-                ("keras.src.saving.saving_lib", "save_model"),
-                ("keras.src.saving.saving_lib", "save_weights_only"),
-                (
-                    "keras.src.legacy.saving.legacy_h5_format",
-                    "save_model_to_hdf5",
-                ),
-            )
-        ),
-        Hook(
-            "keras.src.saving.saving_lib",
-            "is_memory_sufficient",
-            functools.partial(_by_file, processes, is_distributed),
-            "files of models that are distributed are not read into memory",
-        ),
-        Hook(
-            _STORE,
-            "__setitem__",
-            _store_once,
-            "one process writes, and adds digests",
-        ),
-        Hook(
-            _STORE,
-            "__getitem__",
-            _note_read,
-            "a value of another kind is found before it is converted",
-        ),
-        *(
-            Hook(store, name, hook, why)
-            for store, name, hook, why in (
-                (_STORE, "__init__", _check_store, _DAMAGE),
-                (_STORE_OF_PARTS, "__init__", _check_parts, _DAMAGE),
-                (_STORE, "close", _seal_store, _SEAL),
-                (_STORE_OF_PARTS, "close", _seal_store, _SEAL),
-            )
-        ),
+            ),
+            (
+                "keras.src.legacy.saving.legacy_h5_format",
+                LegacyFormat,
+                "all processes gather and one writes",
+            ),
+            (
+                "keras.src.saving.saving_lib:H5IOStore",
+                _Store,
+                "damage is found before anything is loaded",
+            ),
+        )
     ]
 
 
-def _save_once(processes, is_distributed, original):
+def _processes():
+    return current.load("processes")
+
+
+def _save_once(
+    is_distributed, original, in_place, model, filepath, *args, **kwargs
+):
     """Makes all processes gather the values, and process 0 write them."""
-
-    @functools.wraps(original)
-    def save(model, filepath, *args, **kwargs):
-        if not isinstance(filepath, (str, os.PathLike)):
-            return original(model, filepath, *args, **kwargs)
-        is_parts = original.__name__ == "save_weights_only" and (
-            args[0] if args else kwargs.get("max_shard_size")
-        )
-        in_place = functools.partial(_beside, is_parts=is_parts)
-        if processes.world_size() == 1 or not (
-            is_distributed(model) or _has_only_a_distribution(model)
-        ):
-            place = in_place if has_a_layout(model) else contextlib.nullcontext
-            with place(filepath) as path:
-                return original(model, path, *args, **kwargs)
-        processes.meet(_SAVING)
-        place = in_place if processes.is_first() else _nowhere
-        with processes.longer():
-            with place(filepath) as path:
-                result = original(model, path, *args, **kwargs)
-                # If a process ended meanwhile, the older file stays.
-                processes.meet(_SAVING)
-            # From here on, every process can load the complete file.
+    if not isinstance(filepath, (str, os.PathLike)):
+        return original(model, filepath, *args, **kwargs)
+    processes = _processes()
+    has_no_variables = distribution() is not None and not model.variables
+    if processes.world_size() == 1 or not (
+        is_distributed(model) or has_no_variables
+    ):
+        place = in_place if has_a_layout(model) else contextlib.nullcontext
+        with place(filepath) as path:
+            return original(model, path, *args, **kwargs)
+    processes.meet(_SAVING)
+    place = in_place if processes.is_first() else _nowhere
+    with processes.longer():
+        with place(filepath) as path:
+            result = original(model, path, *args, **kwargs)
+            # If a process ended meanwhile, the older file stays.
             processes.meet(_SAVING)
-        return result
-
-    return save
-
-
-@contextlib.contextmanager
-def noting(progress):
-    """Context in which weights files also store the progress of training.
-
-    In the same file, progress and weights always match, even if a save is
-    interrupted.
-
-    Args:
-        progress: Dict that can be written as JSON.
-    """
-    _noted.append(progress)
-    try:
-        yield
-    finally:
-        _noted.pop()
-
-
-_noted = []
-
-
-@contextlib.contextmanager
-def checking():
-    """Context in which weights files are compared with their digests.
-
-    A value is compared when it is read. Values that were not read are compared
-    when the file is closed. Yields a list that holds the array read last.
-    """
-    _checking.append([])
-    opened = len(_opened)
-    try:
-        yield _checking[-1]
-    finally:
-        _checking.pop()
-        # Keras leaves a file open if loading fails. HDF5 would then reuse its
-        # cached content for the next file of that name.
-        for store in list(_opened)[opened:]:
-            if store.h5_file:
-                store.h5_file.close()
-            del _opened[store]
-
-
-_checking = []
-# Maps each open store to the names of the values compared so far, or to `None`
-# if it has no values to compare.
-_opened = {}
+        # From here on, every process can load the complete file.
+        processes.meet(_SAVING)
+    return result
 
 
 def has_a_layout(model):
@@ -168,157 +140,167 @@ def has_a_layout(model):
     )
 
 
-def _has_only_a_distribution(model):
-    """Whether a model has no variables, but belongs to a distribution."""
-    return distribution() is not None and not model.variables
+@contextlib.contextmanager
+def noting(progress):
+    """Context in which weights files also store the progress of training.
+
+    In the same file, progress and weights always match, even if a save is
+    interrupted.
+    """
+    _saves.progress.append(progress)
+    try:
+        yield
+    finally:
+        _saves.progress.pop()
 
 
 @contextlib.contextmanager
-def _beside(filepath, is_parts):
-    """Yields a path to write to, then moves the files into place."""
-    _sealing.append(True)
+def checking(filepath):
+    """Context in which the files of a model are compared with their digests.
+
+    A value of a weights file is compared when it is read. Values that were not
+    read are compared when the file is closed. Yields a list that holds the
+    array read last.
+
+    Args:
+        filepath: What `keras.saving.load_model` or `load_weights` receives.
+    """
+    path = filepath
+    if isinstance(path, os.PathLike):
+        path = os.fspath(path)
+    # Keras copies a remote file, and the store of the copy is compared.
+    if isinstance(path, str) and os.path.exists(path):
+        if path.endswith("weights.json"):
+            sharded_files.check(path)
+        elif os.path.isdir(path):
+            digests.check_folder(path)
+        elif path.endswith(_LEGACY):
+            digests.check_bytes(path)
+    _saves.read.append([])
+    opened = len(_saves.opened)
     try:
-        with _in_place_of(filepath, is_parts) as path:
+        yield _saves.read[-1]
+    finally:
+        _saves.read.pop()
+        # Keras leaves a file open if loading fails. HDF5 would then reuse its
+        # cached content for the next file of that name.
+        for store in list(_saves.opened)[opened:]:
+            if store.h5_file:
+                store.h5_file.close()
+            del _saves.opened[store]
+
+
+@contextlib.contextmanager
+def _in_place(filepath):
+    """Yields a path to write to, then moves the file into place."""
+    path = os.path.realpath(filepath)
+    _saves.sealing += 1
+    try:
+        if (
+            path.endswith(_FILES)
+            and not os.path.isdir(path)
+            and os.path.isdir(os.path.dirname(path))
+        ):
+            with atomic_files.replaced(path) as new:
+                yield new
+        else:
+            # A folder, or a path whose parent is not a local folder.
+            yield filepath
+            if os.path.isdir(path):
+                digests.note_folder(path)
+    finally:
+        _saves.sealing -= 1
+
+
+@contextlib.contextmanager
+def _legacy_in_place(filepath):
+    with _in_place(filepath) as path:
+        yield path
+        if os.path.isfile(path):
+            file_seal.append(path, with_values=True)
+
+
+@contextlib.contextmanager
+def _parts_in_place(filepath):
+    _saves.sealing += 1
+    try:
+        with sharded_files.replaced(os.path.realpath(filepath)) as path:
             yield path
     finally:
-        _sealing.pop()
-
-
-_sealing = []
-
-
-@contextlib.contextmanager
-def _in_place_of(filepath, is_parts):
-    path = os.path.realpath(filepath)
-    folder, name = os.path.split(path)
-    if is_parts and os.path.isdir(folder):
-        with sharded_files.replaced(path) as new:
-            yield new
-        return
-    if (
-        not name.endswith(_FILES)
-        or os.path.isdir(path)
-        or not os.path.isdir(folder)
-    ):
-        # A folder, or a path whose parent is not a local folder.
-        yield filepath
-        return
-    with atomic_files.replaced(path) as new:
-        yield new
+        _saves.sealing -= 1
 
 
 @contextlib.contextmanager
 def _nowhere(filepath):
     """Yields a path in a temporary folder, for processes that only gather."""
-    _joining.append(True)
+    _saves.joining += 1
     try:
         with tempfile.TemporaryDirectory() as folder:
             yield os.path.join(folder, os.path.basename(os.fspath(filepath)))
     finally:
-        _joining.pop()
+        _saves.joining -= 1
 
 
-_joining = []
+def _check_group(original, group, model, *args, **kwargs):
+    """Compares a legacy file with its digest before weights are assigned."""
+    if has_a_layout(model):
+        digests.check_bytes(group.file.filename)
+    return original(group, model, *args, **kwargs)
 
 
-def _by_file(processes, is_distributed, original):
-    """Stops Keras from holding a distributed model's whole file in memory."""
+class _Store:
+    """The methods of a store of weights that write and compare digests."""
 
-    @functools.wraps(original)
-    def is_memory_sufficient(model):
-        if processes.world_size() > 1 and is_distributed(model):
-            return False
-        return original(model)
+    def __init__(original, self, path_or_io, *args, **kwargs):
+        if not _saves.read:
+            original(self, path_or_io, *args, **kwargs)
+            return
+        with digests.reading():
+            # Must run before HDF5 reads the file.
+            digests.check_bytes(path_or_io, *args, **kwargs)
+            original(self, path_or_io, *args, **kwargs)
+        _saves.opened[self] = None
+        if self.mode == "r":
+            digests.check_seal(self.h5_file)
+            _saves.opened[self] = set()
 
-    return is_memory_sufficient
-
-
-def _store_once(original):
-    """Gathers a value in all processes, and writes it in process 0."""
-
-    @functools.wraps(original)
-    def __setitem__(self, key, value):
-        if not _sealing and not _joining:
+    def __setitem__(original, self, key, value):
+        """Gathers a value in all processes, and writes it in process 0."""
+        if not _saves.sealing and not _saves.joining:
             original(self, key, value)
             return
         value = backend.convert_to_numpy(value)
-        if _joining:
+        if _saves.joining:
             return
         original(self, key, value)
         digests.note(self._h5_entry_group[key], value)
 
-    return __setitem__
-
-
-def _note_read(original):
-    @functools.wraps(original)
-    def __getitem__(self, key):
+    def __getitem__(original, self, key):
         value = original(self, key)
-        if not _checking:
-            return value
-        compared = _opened.get(self)
-        if compared is not None:
-            dataset = self._h5_entry_group[key]
-            compared.add(digests.check_value(dataset, value))
-        _checking[-1][:] = [value]
+        if _saves.read:
+            # A store of several files was compared as a whole.
+            compared = _saves.opened.setdefault(self, None)
+            if compared is not None:
+                dataset = self._h5_entry_group[key]
+                compared.add(digests.check_value(dataset, value))
+            _saves.read[-1][:] = [value]
         return value
 
-    return __getitem__
-
-
-def _check_store(original):
-    @functools.wraps(original)
-    def __init__(self, path_or_io, *args, **kwargs):
-        if not _checking:
-            original(self, path_or_io, *args, **kwargs)
-            return
-        try:
-            # Must run before HDF5 reads the file.
-            digests.check_bytes(path_or_io, *args, **kwargs)
-            original(self, path_or_io, *args, **kwargs)
-        except FileNotFoundError:
-            raise
-        except digests.READING_ERRORS as e:
-            raise digests.unreadable(e) from e
-        _opened[self] = None
-        if self.mode == "r":
-            digests.check_seal(self.h5_file)
-            _opened[self] = set()
-
-    return __init__
-
-
-def _check_parts(original):
-    @functools.wraps(original)
-    def __init__(self, path_or_io, *args, **kwargs):
-        if _checking:
-            sharded_files.check(path_or_io)
-        original(self, path_or_io, *args, **kwargs)
-        if _checking:
-            _opened[self] = None
-
-    return __init__
-
-
-def _seal_store(original):
-    @functools.wraps(original)
-    def close(self):
+    def close(original, self):
         # h5py reports the mode of a file opened with "w" as "r+".
         file = self.h5_file
-        compared = _opened.get(self)
+        compared = _saves.opened.get(self)
         if compared is not None and file:
             try:
                 digests.check_rest(file, compared)
             finally:
                 original(self)
             return
-        if not _sealing or not file or file.mode != "r+":
+        if not _saves.sealing or not file or file.mode != "r+":
             original(self)
             return
-        digests.seal(file, _noted[-1] if _noted else None)
+        digests.seal(file, _saves.progress[-1] if _saves.progress else None)
         path = file.filename
         original(self)
         if self.io_file is None:
             file_seal.append(path)
-
-    return close

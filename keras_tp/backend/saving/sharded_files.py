@@ -32,9 +32,6 @@ def replaced(path):
 
     Args:
         path: String. Path of the JSON file, in a folder that exists.
-
-    Raises:
-        OSError: if the disk is full, with the name of the file.
     """
     given = pathlib.Path(path)
     # Keras replaces other suffixes, too, with a warning.
@@ -54,18 +51,13 @@ def check(path):
         path: String or path of the JSON file.
 
     Raises:
-        FileNotFoundError: if the JSON file does not exist.
         UnreadableFileError: if something differs, with the part's name.
     """
     path = pathlib.Path(path).with_suffix(".json")
-    try:
+    with digests.reading():
         config = json.loads(path.read_bytes())
         _check_structure(config)
         added = config["metadata"].pop(_ADDED, None)
-    except FileNotFoundError:
-        raise
-    except digests.READING_ERRORS as e:
-        raise digests.unreadable(e) from e
     seals = None
     if added is not None:
         seals = added.get("parts") if isinstance(added, dict) else None
@@ -137,8 +129,9 @@ def _publish(folder, path):
     }
     seals = {}
     for name in fresh:
-        with h5py.File(folder / name) as file:
-            seals[fresh[name]] = file.attrs[digests.SEAL]
+        with h5py.File(folder / name, "r+") as file:
+            seals[fresh[name]] = digests.seal(file)
+        file_seal.append(folder / name)
         atomic_files.flush(folder / name)
     config["metadata"][_ADDED] = {
         "parts": seals,

@@ -1,7 +1,5 @@
 """The hook table of the TensorFlow backend."""
 
-import functools
-
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.processes import callbacks
 from keras_tp.backend.processes import data_shards
@@ -21,15 +19,6 @@ _OPTIMIZER = "keras.src.backend.tensorflow.optimizer:TFOptimizer"
 _LOSS_SCALE = "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer"
 
 
-def _hook_print_msg(original):
-    @functools.wraps(original)
-    def print_msg(*args, **kwargs):
-        if processes.is_first():
-            return original(*args, **kwargs)
-
-    return print_msg
-
-
 def _is_distributed(model):
     return any(
         variables.is_distributed(variable)
@@ -46,16 +35,9 @@ TABLE = [
         batches.hook_epoch_iterator,
         "processes are fed in step, or stop with an error",
     ),
-    Hook(
-        "keras.src.utils.io_utils",
-        "print_msg",
-        _hook_print_msg,
-        "one process prints progress",
-    ),
-    *callbacks.progress_table(),
-    *callbacks.files_table(processes),
+    *callbacks.table(),
     *data_shards.table(processes),
-    *one_writer.table(processes, _is_distributed),
+    *one_writer.table(_is_distributed),
     Hook(
         _VARIABLE,
         "_initialize",

@@ -136,8 +136,8 @@ def meet(what):
 
 
 def longer():
-    """Returns a context that waits longer for a slow process. A collective."""
-    return _opened().longer()
+    """Returns a context in which processes wait longer for a slow one."""
+    return timeouts.longer()
 
 
 def from_first(value):

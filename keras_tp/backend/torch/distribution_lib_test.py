@@ -68,23 +68,32 @@ def test_one_device_is_plain_torch():
     np.testing.assert_array_equal(variable.numpy(), np.ones((2, 3)))
 
 
+def hooked():
+    """The owner and the name of each attribute that the table replaces."""
+    return [
+        (hook.resolve(), attribute)
+        for hook in distribution_lib.hook_table()
+        for attribute in hook.attributes
+    ]
+
+
 def test_installing_is_undone():
-    hooks = distribution_lib.hook_table()
-    before = [getattr(hook.resolve(), hook.attribute) for hook in hooks]
+    before = [getattr(*place) for place in hooked()]
     keras_tp.install()
-    for hook, original in zip(hooks, before):
-        assert getattr(hook.resolve(), hook.attribute) is not original, hook
+    for place, original in zip(hooked(), before):
+        assert getattr(*place) is not original, place
     keras_tp.uninstall()
-    for hook, original in zip(hooks, before):
-        now = getattr(hook.resolve(), hook.attribute)
-        assert now is original or now == original, hook
+    for place, original in zip(hooked(), before):
+        now = getattr(*place)
+        assert now is original or now == original, place
     assert not DTensor._op_dispatcher._allow_implicit_replication
 
 
 def test_every_hook_says_why_and_appears_once():
-    names = [(h.owner, h.attribute) for h in distribution_lib.hook_table()]
+    table = distribution_lib.hook_table()
+    names = [(h.owner, name) for h in table for name in h.attributes]
     assert len(set(names)) == len(names)
-    assert all(hook.why for hook in distribution_lib.hook_table())
+    assert all(hook.why for hook in table)
 
 
 def test_operations_of_the_handlers_exist():

@@ -193,15 +193,6 @@ def _hook_get_iterator(original):
     return _get_iterator
 
 
-def _hook_print_msg(original):
-    @functools.wraps(original)
-    def print_msg(*args, **kwargs):
-        if processes.is_first():
-            return original(*args, **kwargs)
-
-    return print_msg
-
-
 def _is_distributed(model):
     return any(
         isinstance(variable._value, DTensor) for variable in model.variables
@@ -328,17 +319,9 @@ TABLE = [
         _hook_get_iterator,
         "processes with different data stop with an error",
     ),
-    Hook(
-        "keras.src.utils.io_utils",
-        "print_msg",
-        _hook_print_msg,
-        "one process prints progress",
-    ),
-    *callbacks.table(processes),
-    *callbacks.progress_table(),
-    *callbacks.files_table(processes),
+    *callbacks.table(),
     *data_shards.table(processes),
-    *one_writer.table(processes, _is_distributed),
+    *one_writer.table(_is_distributed),
     *(
         Hook(
             "keras.src.backend.torch.random",
