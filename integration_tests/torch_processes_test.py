@@ -162,8 +162,8 @@ model.fit(x, x, verbose=0, epochs=1000 if what in ("kill", "raise") else 2)
 # What happens -> what has to stand in the output.
 ENDS = {
     # These wait for a process that does not come, 45 s by default.
-    "save": ["every process has to call it", "Ranks 1 failed to pass"],
-    "weights": ["every process has to call it", "Ranks 1 failed to pass"],
+    "save": ["every process has to call it", "Missing: process(es) [1]."],
+    "weights": ["every process has to call it", "Missing: process(es) [1]."],
     "seed": ["given different seeds", "{0: 0, 1: 1}"],
     "batch": ["hold different batches"],
     "random": ["hold different random states"],

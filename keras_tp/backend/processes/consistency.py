@@ -8,6 +8,7 @@ import hashlib
 import pickle
 import random
 
+import keras
 import numpy as np
 from keras.src.backend.common import global_state
 from keras.src.distribution.distribution_lib import distribution
@@ -79,7 +80,7 @@ def one_seed(gather, is_first):
     if is_first:
         counter = None
         if generator is not None:
-            counter = np.asarray(generator.state.value)
+            counter = keras.ops.convert_to_numpy(generator.state.value)
         own = (random.getstate(), np.random.get_state(), counter)
     python, numpy, counter = gather(own)[0]
     random.setstate(python)

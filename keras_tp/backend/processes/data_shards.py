@@ -23,6 +23,7 @@ from keras.src.distribution.distribution_lib import distribution
 from keras.src.distribution.distribution_lib import set_distribution
 from keras.src.trainers.data_adapters import data_adapter_utils
 
+from keras_tp.backend import current
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.processes import consistency
 from keras_tp.backend.processes import progress
@@ -50,14 +51,14 @@ def table(processes):
 
         @functools.wraps(original)
         def get_data_adapter(*args, **kwargs):
-            current = distribution()
-            if current is None or processes.world_size() == 1:
+            given = distribution()
+            if given is None or processes.world_size() == 1:
                 return original(*args, **kwargs)
             set_distribution(None)
             try:
                 return original(*args, **kwargs)
             finally:
-                set_distribution(current)
+                set_distribution(given)
 
         return get_data_adapter
 
@@ -248,7 +249,7 @@ def fit_together(batch, gather, parts, gather_rows):
     def whole(array):
         if not _is_array(array):
             return array
-        found = gather_rows(np.asarray(array), max(all_rows))
+        found = gather_rows(keras.ops.convert_to_numpy(array), max(all_rows))
         return np.concatenate([found[i][: max(all_rows[i], 0)] for i in first])
 
     return tree.map_structure(whole, batch), False
@@ -266,7 +267,8 @@ def _compare_first(batch, gather, parts):
     digests = consistency.same_everywhere(
         gather, "batches", held, parts.way_out, parts.by_process
     )
-    if len(set(digests)) == 1:
+    is_first = current.load("distribution_lib").process_id() == 0
+    if len(set(digests)) == 1 and is_first:
         warnings.warn(
             "All processes begin with the same batch, as if it was a part of "
             f"a larger one. {parts.way_out} If each process is given the "
@@ -317,7 +319,9 @@ def _to_compare(leaf):
         names = ("indices", "indptr", "row", "col", "data", "values")
         held = [getattr(leaf, name, None) for name in names]
         return [tuple(leaf.shape), *map(_to_compare, held)]
-    return np.asarray(leaf).tobytes() if _is_array(leaf) else leaf
+    if not _is_array(leaf):
+        return leaf
+    return keras.ops.convert_to_numpy(leaf).tobytes()
 
 
 def _is_array(leaf):

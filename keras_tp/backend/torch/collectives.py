@@ -19,60 +19,48 @@ _reduce_scatter = getattr(
 
 def all_reduce(x, device_mesh, axis, source=None):
     """Adds up `x` over an axis, or only the part of device `source`."""
-    return _map(_AllReduce, x, device_mesh, axis, source)
+    return _map(_sum, _sum, x, device_mesh, axis, source)
 
 
 def all_gather(x, device_mesh, axis):
     """Concatenates `x` over an axis."""
-    return _map(_AllGather, x, device_mesh, axis)
+    return _map(_concatenation, _part_of_sum, x, device_mesh, axis)
 
 
 def reduce_scatter(x, device_mesh, axis, source=None):
     """Splits the result of `all_reduce` over the axis."""
-    return _map(_ReduceScatter, x, device_mesh, axis, source)
+    return _map(_part_of_sum, _concatenation, x, device_mesh, axis, source)
 
 
-class _AllReduce(torch.autograd.Function):
-    """Sum over the processes of a group, each with `(1, ...)`."""
-
-    @staticmethod
-    def forward(context, part, group):
-        context.group = group
-        return _wait(functional.all_reduce(part, "sum", group))
-
-    @staticmethod
-    def backward(context, gradient):
-        return _AllReduce.apply(gradient.contiguous(), context.group), None
+def _sum(part, group):
+    return functional.all_reduce(part, "sum", group)
 
 
-class _AllGather(torch.autograd.Function):
-    """From `(1, k, ...)` in each process to `(1, n * k, ...)` in each."""
+def _concatenation(part, group):
+    return _all_gather(part, 1, group)
 
-    @staticmethod
-    def forward(context, part, group):
-        context.group = group
-        return _wait(_all_gather(part, 1, group))
+
+def _part_of_sum(part, group):
+    return _reduce_scatter(part, "sum", 1, group)
+
+
+class _Collective(torch.autograd.Function):
+    """Runs a collective, and in the backward pass the one of its gradient."""
 
     @staticmethod
-    def backward(context, gradient):
-        return _ReduceScatter.apply(gradient.contiguous(), context.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """From `(1, n * k, ...)` in each process to `(1, k, ...)` in each."""
-
-    @staticmethod
-    def forward(context, part, group):
-        context.group = group
-        return _wait(_reduce_scatter(part, "sum", 1, group))
+    def forward(context, part, run, run_backward, group):
+        context.swapped = run_backward, run, group
+        return functional.wait_tensor(run(part, group))
 
     @staticmethod
     def backward(context, gradient):
-        return _AllGather.apply(gradient.contiguous(), context.group), None
+        gradient = gradient.contiguous()
+        result = _Collective.apply(gradient, *context.swapped)
+        return result, None, None, None
 
 
-def _map(function, x, device_mesh, axis, source=None):
-    """Runs a function on the shard of this process."""
+def _map(run, run_backward, x, device_mesh, axis, source=None):
+    """Runs a collective on the shard of this process."""
     mesh = device_mesh.backend_mesh
     names = () if mesh is None else mesh.mesh_dim_names
     if axis not in names:
@@ -91,9 +79,5 @@ def _map(function, x, device_mesh, axis, source=None):
     if source is not None and mesh.get_local_rank(dim) != source:
         # Not a product: 0 times NaN is NaN.
         part = part.masked_fill(torch.tensor(True, device=part.device), 0)
-    part = function.apply(part, (mesh, dim))
+    part = _Collective.apply(part, run, run_backward, (mesh, dim))
     return DTensor.from_local(part, mesh, placements, run_check=False)
-
-
-def _wait(tensor):
-    return functional.wait_tensor(tensor)

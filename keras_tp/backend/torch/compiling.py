@@ -7,17 +7,24 @@ import torch
 from keras.src.distribution.distribution_lib import distribution
 from torch.distributed.tensor import DTensor
 
-from keras_tp.backend.hooks import Hook
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
 
 
-def check_compiler():
-    """Raises if inductor cannot compile for this machine's processor.
+def checked(step):
+    """Returns a compiled step that has no symbolic sizes.
+
+    DTensor cannot handle them.
 
     Raises:
-        RuntimeError: if no C++ compiler is found.
+        RuntimeError: if no C++ compiler is found for this machine's processor.
     """
+    check_compiler()
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False)(step)
+
+
+def check_compiler():
+    """Raises if inductor finds no C++ compiler for this machine."""
     if processes.uses_cuda():
         return
     # Imported late: it takes seconds, and few models are compiled.
@@ -36,12 +43,7 @@ def check_compiler():
         ) from e
 
 
-def fixed_shapes():
-    """Returns a context without symbolic sizes, which DTensor cannot handle."""
-    return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
-
-
-def _zeros_as_distributed(original):
+def hook_tangent(original):
     """Makes the gradient of an output that the loss does not use a DTensor.
 
     Autograd fills it with a plain tensor of zeros:
@@ -65,13 +67,3 @@ def _filled_like(zeros, placements):
     mesh = placement.to_torch_mesh(distribution().device_mesh)
     whole = placement.Placement(mesh, placements)
     return placement.filled(zeros.shape, 0, zeros.dtype, whole)
-
-
-TABLE = [
-    Hook(
-        "torch._functorch._aot_autograd.runtime_wrappers:AOTDispatchAutograd",
-        "process_runtime_tangent",
-        _zeros_as_distributed,
-        "a compiled step may have outputs that its loss does not use",
-    ),
-]

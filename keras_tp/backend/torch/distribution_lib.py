@@ -5,7 +5,6 @@ it, and DTensor's dispatcher inserts the collectives. CONTRIBUTING.md lists the
 functions for every backend.
 """
 
-import contextlib
 import sys
 
 import torch
@@ -22,12 +21,7 @@ from keras_tp.backend.torch import variables
 
 
 def list_devices(device_type=None):
-    """Returns the names of the devices of all processes, one per process.
-
-    Args:
-        device_type: String, `"cpu"` or `"gpu"`. Defaults to the type of
-            device that Keras puts tensors on.
-    """
+    """Returns the names of the devices of all processes, one per process."""
     default = "gpu" if processes.uses_cuda() else "cpu"
     kind = (device_type or default).lower()
     kind = "gpu" if kind == "cuda" else kind
@@ -46,14 +40,7 @@ def get_device_count(device_type=None):
 
 
 def initialize(job_addresses, num_processes, process_id):
-    """Joins the other processes through `torch.distributed`.
-
-    Args:
-        job_addresses: String, comma-separated `host:port`; the first one is
-            the address of process 0. `None` if torchrun's variables are set.
-        num_processes: Int, number of processes.
-        process_id: Int, index of this process.
-    """
+    """Joins the other processes; without addresses, by torchrun's variables."""
     if job_addresses is None:
         processes.start()
         return
@@ -72,51 +59,22 @@ def process_id():
 
 
 def from_first_process(value):
-    """Returns the value of process 0, in every process.
-
-    A collective if there are several processes.
-
-    Args:
-        value: A value that `messages.encode` accepts; ignored in the other
-            processes.
-    """
+    """Returns the value of process 0, in every process. A collective."""
     return processes.from_first(value)
 
 
 def meet(what):
-    """Waits until every process has called this function.
-
-    A collective. One process alone does not wait.
-
-    Args:
-        what: String that names the call, for the error.
-
-    Raises:
-        RuntimeError: if a process does not arrive in time; names the process.
-    """
-    processes.start()
+    """Waits until every process is here. A collective."""
     processes.meet(what)
 
 
 def collective_library(device_type):
-    """Returns the name of the library that moves tensors between devices.
-
-    Joins the other processes if this process has not yet.
-
-    Args:
-        device_type: String, `"cpu"` or `"gpu"`.
-
-    Returns:
-        String, the name in torch's process group, such as `"gloo"` or `"nccl"`.
-    """
+    """Returns the library of torch's process group: `"gloo"` or `"nccl"`."""
     return processes.collective_library(device_type)
 
 
 def activate():
-    """Joins the other processes and agrees with them on one seed.
-
-    A collective. Called before the hooks are installed.
-    """
+    """Joins the other processes and agrees with them on one seed."""
     processes.start()
     processes.agree_on_seed()
 
@@ -132,12 +90,7 @@ def is_tracing():
 
 
 def distribute_tensor(tensor, layout):
-    """Changes the layout of a tensor.
-
-    Args:
-        tensor: Plain tensor, equal in all processes, or DTensor.
-        layout: `TensorLayout`, or a `Placement`.
-    """
+    """Changes the layout of a tensor; a plain one is equal in all processes."""
     placed = placement.as_placement(layout)
     if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
         return tensor
@@ -153,15 +106,9 @@ def distribute_tensor(tensor, layout):
 
 
 def distribute_data_input(per_process_batch, layout, batch_dim_name):
-    """Returns this process's part of a batch as a DTensor.
+    """Returns a batch, of which this process brings all or its part, split.
 
-    Args:
-        per_process_batch: Array or tensor: the global batch, the same in every
-            process. Under a distribution with `auto_shard_dataset=False`, it
-            is this process's part of the batch, and the call is a collective.
-        layout: `TensorLayout`, or a `Placement`. A batch that it cannot split
-            evenly is left whole. Parts take the distribution's layout instead.
-        batch_dim_name: String, mesh axis that splits the batch.
+    Parts take the distribution's layout instead of `layout`.
     """
     if per_process_batch is None:
         return None
@@ -174,24 +121,17 @@ def distribute_data_input(per_process_batch, layout, batch_dim_name):
 def relayout_variable(variable, layout):
     """Moves a variable to another layout; its value stays the same.
 
-    A collective. A plain value is compared between processes first, because it
-    has to be the same in all of them.
-
-    Args:
-        variable: A Keras variable. Its old value is freed.
-        layout: `TensorLayout`, or `None` for a plain tensor in each process.
+    A collective. Processes compare a plain value first, because each cuts its
+    shard from its own.
     """
     old = variable._value
     if layout is not None and not isinstance(old, placement.DTensor):
         processes.same_values(variable)
-    with contextlib.ExitStack() as undo:
-        undo.callback(setattr, variable, "_layout", variable._layout)
-        variable._layout = layout
-        if layout is None:
-            variables.set_value(variable, placement.to_full(old.detach()))
-        else:
-            variables.lay_out(variable, old)
-        undo.pop_all()
+    if layout is None:
+        variables.set_value(variable, placement.to_full(old.detach()))
+    else:
+        variables.lay_out(variable, old, layout)
+    variable._layout = layout
     # A torch layer may keep the old parameter until its parameters are updated.
     # The old value and gradient are freed now; otherwise moving a model would
     # double its memory.
@@ -203,10 +143,7 @@ def relayout_variable(variable, layout):
 
 
 def variable_bytes_by_device(variable):
-    """Returns a dict of device name to the bytes of a variable on the device.
-
-    A collective: reads the live tensor of every process.
-    """
+    """Returns a dict of device name to the bytes it holds. A collective."""
     value = variable._value
     local = value.to_local() if isinstance(value, placement.DTensor) else value
     held = local.untyped_storage().nbytes()
@@ -216,69 +153,36 @@ def variable_bytes_by_device(variable):
     devices = [str(d) for d in layout.device_mesh.devices.flatten()]
     if len(devices) == 1:
         return {devices[0]: held}
-    by_process = processes.gather_by_process(held, "the bytes of a variable")
+    by_process = processes.gather(held, "the bytes of a variable")
     return {
         name: by_process[int(name.split(":")[-1])] for name in sorted(devices)
     }
 
 
 def variable_axes(variable):
-    """Returns the mesh axes that split each dim of a variable's live tensor.
-
-    Returns:
-        Tuple with `None`, a mesh axis or a tuple of mesh axes for each dim;
-        `None` if the variable is a plain tensor without a layout.
-    """
+    """Returns the mesh axes that split each dim of a variable's live tensor."""
     if variable._layout is None:
         return None
     return placement.axes_of(variable._value, variable._layout)
 
 
 def why_gathered(variable, layer):
-    """Returns why a layer gathers a split variable to compute with it.
-
-    Args:
-        variable: A Keras variable of the layer, which is split.
-        layer: A Keras layer.
-
-    Returns:
-        String, empty if each device computes with its part of the variable.
-    """
+    """Returns an empty string: each device computes with its part."""
     return ""
 
 
 def count_collectives(model, x, y=None):
-    """Counts the collectives that one step of a model enters.
-
-    A collective. Runs the step and then restores all state.
-
-    Args:
-        model: A Keras model whose distribution is the current one.
-        x: Inputs of one batch.
-        y: Targets of the batch. Defaults to `None`: the forward pass.
-
-    Returns:
-        Dict of collective name to `(count, bytes)`.
-    """
+    """Counts the collectives of one step, which runs and is then undone."""
     return collective_counter.count_step(model, x, y)
 
 
 def launch(plan, argv):
-    """Runs a script in one process for each device.
-
-    Args:
-        plan: `supervisor.Plan`.
-        argv: List of strings: the script and its arguments.
-    """
+    """Runs a script in one process for each device."""
     launcher.launch(plan, argv)
 
 
 def how_to_launch(device_count):
-    """Returns a sentence on how to run this script on several devices.
-
-    Args:
-        device_count: Int, number of devices.
-    """
+    """Returns a sentence on how to run this script on several devices."""
     return launcher.how_to_launch(device_count)
 
 

@@ -105,9 +105,9 @@ def test_operations_of_the_handlers_exist():
 def test_agreeing_alone_changes_nothing():
     processes.start()
     torch.manual_seed(3)
-    before = processes.rng_bytes()
+    before = processes.random_state()["cpu"].tobytes()
     processes.agree_on_seed()
     processes.meet("a test")
     processes.same_everywhere("things", [1, 2], "")
-    assert processes.rng_bytes() == before
-    assert processes.gather_by_process("x", "a test") == ["x"]
+    assert processes.random_state()["cpu"].tobytes() == before
+    assert processes.gather("x", "a test") == ["x"]

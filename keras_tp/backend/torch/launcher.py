@@ -114,11 +114,7 @@ def _shutdown_seconds():
 
 
 def how_to_launch(device_count):
-    """Returns a sentence on how to run this script on several devices.
-
-    Args:
-        device_count: Int, number of devices.
-    """
+    """Returns a sentence on how to run this script on several devices."""
     if commands.in_notebook():
         return (
             "On torch each device has a process of its own, and a notebook is "
@@ -174,7 +170,7 @@ def _failures(found, folder, indices):
     Args:
         found: Dict of process index to torch's `ProcessFailure`.
         folder: String, the folder with the processes' error and log files.
-        indices: Range, the indices of this host's processes.
+        indices: Range. The indices of this host's processes.
     """
     told = {}
     for index in indices:

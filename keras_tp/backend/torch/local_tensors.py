@@ -6,9 +6,6 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor._utils import compute_global_tensor_info
-from torch.distributed.tensor._utils import (
-    compute_local_shape_and_global_offset,
-)
 from torch.utils import _pytree as pytree
 
 from keras_tp.backend.torch import placement
@@ -35,13 +32,7 @@ def local_part(tensor, mesh, placements):
         if tuple(tensor.placements) != tuple(placements):
             tensor = tensor.redistribute(placements=placements)
         return tensor._local_tensor
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, mesh, placements
-    )
-    for dim, (size, start) in enumerate(zip(shape, offset)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, min(start, tensor.shape[dim]), size)
-    return tensor
+    return placement.part_of(tensor, mesh, placements)
 
 
 def wrap_parts(local, mesh, placements):
@@ -58,22 +49,13 @@ def wrap_parts(local, mesh, placements):
 
 def settled_parts(local, mesh, placements):
     """Returns the DTensor of a result, with its partial sums all-reduced."""
-    result = wrap_parts(local, mesh, placements)
-    whole = [Replicate() if p.is_partial() else p for p in placements]
-    return result.redistribute(placements=whole)
+    return wrap_parts(local, mesh, placements).redistribute(
+        placements=placement.summed(placements)
+    )
 
 
 def replicated(op, args, kwargs):
-    """Runs an operation whole on every process.
-
-    Args:
-        op: ATen operation that does not write to its arguments.
-        args: Tuple of its arguments, with at least one DTensor.
-        kwargs: Dict of its keyword arguments.
-
-    Returns:
-        The operation's result, with its tensors as replicated DTensors.
-    """
+    """Runs an operation whole on every process; its results are replicated."""
     mesh = mesh_of(args, kwargs)
     args, kwargs = pytree.tree_map_only(
         DTensor, placement.to_full, (args, kwargs)

@@ -35,13 +35,17 @@ def update_shards(original):
             return original(self, grads, trainable_variables, learning_rate)
         placements = [_update_placements(v) for v in trainable_variables]
         grads = [
-            _part(gradient, variable._value, placed)
+            gradient
+            if placed is None
+            else local_tensors.local_part(
+                gradient, variable._value.device_mesh, placed
+            )
             for gradient, variable, placed in zip(
                 grads, trainable_variables, placements
             )
         ]
         with (
-            _as_shards(self.variables),
+            _as_parts(self.variables, [_placements(v) for v in self.variables]),
             _as_parts(trainable_variables, placements),
         ):
             original(self, grads, trainable_variables, learning_rate)
@@ -80,48 +84,26 @@ def _update_placements(variable):
     return placement.as_placement(slots).placements
 
 
-def _part(gradient, value, placements):
-    """Returns this process's shard of a gradient."""
-    if placements is None:
-        return gradient
-    return local_tensors.local_part(gradient, value.device_mesh, placements)
-
-
 @contextlib.contextmanager
 def _as_parts(variables, placements):
     """Sets variables to the local parts that this process updates.
 
     On exit, parts that are smaller than the shards are gathered.
     """
-    values = [(variable, variable._value) for variable in variables]
+    values = [variable._value for variable in variables]
     try:
-        for (variable, value), placed in zip(values, placements):
+        for variable, value, placed in zip(variables, values, placements):
             if placed is not None:
-                local = local_tensors.local_part(
+                variable._value = local_tensors.local_part(
                     value, value.device_mesh, placed
                 )
-                variable._value = local
         yield
-        for (variable, value), placed in zip(values, placements):
+        for variable, value, placed in zip(variables, values, placements):
             if placed is not None and tuple(placed) != tuple(value.placements):
                 updated = local_tensors.wrap_parts(
                     variable._value, value.device_mesh, placed
                 ).redistribute(placements=value.placements)
                 value._local_tensor.copy_(updated._local_tensor)
     finally:
-        for variable, value in values:
-            variable._value = value
-
-
-@contextlib.contextmanager
-def _as_shards(variables):
-    """Sets variables to this process's shards, within a context."""
-    values = [(variable, variable._value) for variable in variables]
-    try:
-        for variable, value in values:
-            if isinstance(value, DTensor):
-                variable._value = value._local_tensor
-        yield
-    finally:
-        for variable, value in values:
+        for variable, value in zip(variables, values):
             variable._value = value

@@ -111,10 +111,7 @@ def as_placement(layout):
 def axes_of(tensor, layout):
     """Returns the mesh axes that split each dim, read from the tensor.
 
-    Args:
-        tensor: DTensor, or a plain tensor, which is not split.
-        layout: `TensorLayout` of the tensor. Axes of size 1 are read from it,
-            because the torch mesh lacks them.
+    Axes of size 1 are read from its layout, because the torch mesh lacks them.
     """
     sizes = _sizes(layout.device_mesh)
     names = [
@@ -135,26 +132,28 @@ def axes_of(tensor, layout):
 
 
 def from_full(value, placement):
-    """Returns a DTensor whose shard is a copy of a slice of a plain tensor.
+    """Returns the DTensor of a plain tensor that every process holds.
 
-    Every process holds the same full tensor, so there is no communication.
-
-    Args:
-        value: Plain tensor. It can be freed afterwards.
-        placement: `Placement` on a mesh.
+    Its shard is a copy, so the plain tensor can be freed.
     """
     mesh, placements = placement
-    shape, offset = compute_local_shape_and_global_offset(
-        value.shape, mesh, placements
-    )
-    local = value
-    for dim, (size, start) in enumerate(zip(shape, offset)):
-        if size != value.shape[dim]:
-            local = local.narrow(dim, min(start, value.shape[dim]), size)
+    local = part_of(value, mesh, placements)
     if local is not value:
         # A view would keep the whole tensor alive.
         local = local.clone(memory_format=torch.contiguous_format)
     return _wrap(local, mesh, placements, value.shape)
+
+
+def part_of(value, mesh, placements):
+    """Returns this process's part of a plain tensor, as a view."""
+    shape, offset = compute_local_shape_and_global_offset(
+        value.shape, mesh, placements
+    )
+    part = value
+    for dim, (size, start) in enumerate(zip(shape, offset)):
+        if size != value.shape[dim]:
+            part = part.narrow(dim, min(start, value.shape[dim]), size)
+    return part
 
 
 def filled(shape, fill, dtype, placement):
@@ -172,12 +171,10 @@ def to_full(tensor):
 
     A collective if the tensor is split. Differentiable.
     """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    replicated = [Replicate()] * tensor.device_mesh.ndim
-    if list(tensor.placements) != replicated:
+    if needs_communication(tensor):
+        replicated = [Replicate()] * tensor.device_mesh.ndim
         tensor = tensor.redistribute(placements=replicated)
-    return tensor.to_local()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def needs_communication(tensor):
@@ -202,33 +199,33 @@ def settle(tensor):
     for the gradient of the input of column-split layers. DTensor alone keeps
     partial sums for longer, and all-reduces them more than once.
 
-    Args:
-        tensor: DTensor.
-
-    Returns:
-        A DTensor without `Partial` placements.
+    Other values than DTensors stay as they are.
     """
+    if not isinstance(tensor, DTensor):
+        return tensor
     tensor = settled(tensor)
     if tensor.requires_grad and not tensor.is_leaf:
         tensor.register_hook(settled)
     return tensor
 
 
+def summed(placements):
+    """Returns placements in which partial sums are all-reduced."""
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
 def settled(tensor):
     """Returns a tensor with its partial sums, if any, all-reduced."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if not any(p.is_partial() for p in tensor.placements):
+    placements = summed(tensor.placements)
+    if placements == tensor.placements:
         return tensor
     if not tensor.is_contiguous():
         # An all-reduce returns a contiguous tensor, but DTensor would keep the
         # old strides in its spec.
         tensor = tensor.contiguous()
-    return tensor.redistribute(
-        placements=[
-            Replicate() if p.is_partial() else p for p in tensor.placements
-        ]
-    )
+    return tensor.redistribute(placements=placements)
 
 
 def _wrap(local, mesh, placements, shape):

@@ -65,12 +65,7 @@ def hook_numpy(original):
 
 def hook_tolist(original):
     """Makes `tolist()` return the whole tensor; torch lacks it for DTensor."""
-
-    @functools.wraps(original)
-    def tolist(self):
-        return whole(self, "`tolist()`").tolist()
-
-    return tolist
+    return lambda self: whole(self, "`tolist()`").tolist()
 
 
 def hook_format(original):

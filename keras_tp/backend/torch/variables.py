@@ -1,46 +1,117 @@
-"""Sets the values of variables to shards."""
+"""Variables that are DTensors, from their first value on."""
 
 import functools
 import weakref
 
+import numpy as np
 import torch
+from keras.src import initializers
 from keras.src.backend.common import is_float_dtype
+from keras.src.backend.torch import core
+from keras.src.distribution.distribution_lib import distribution
 from torch.distributed.tensor import DTensor
 
 from keras_tp.backend.torch import placement
 
 
-def lay_out(variable, value):
-    """Sets the value of a variable, split by its layout.
+def hook_initialize(original):
+    """Makes a variable as its shard, of a value that all processes hold."""
 
-    Args:
-        variable: A Keras variable with a layout.
-        value: Plain tensor or DTensor of the whole variable.
+    @functools.wraps(original)
+    def _initialize(self, value):
+        if distribution() is None:
+            return original(self, value)
+        if isinstance(value, torch.nn.Parameter):
+            raise NotImplementedError(
+                "A parameter of a torch module cannot be distributed: "
+                f"variable {self.path!r} would have to share it. Build the "
+                "model before you set a distribution and call "
+                "`keras_tp.distribution.distribute_model`, or write the "
+                f"module as Keras layers. Received: {type(value)} of shape "
+                f"{tuple(value.shape)}"
+            )
+        value = core.convert_to_tensor(value, dtype=self._dtype)
+        self._shape = self._validate_shape(value.shape)
+        lay_out(self, value, _give_layout(self))
+
+    return _initialize
+
+
+def hook_initialize_with_initializer(original):
+    """Makes only the shards of constants such as slots; slices other values."""
+
+    @functools.wraps(original)
+    def _initialize_with_initializer(self, initializer):
+        placed = _give_layout(self)
+        fill = None if placed is None else _constant_of(initializer)
+        if fill is None or _stays_plain(self, placed):
+            return original(self, initializer)
+        dtype = core.to_torch_dtype(self._dtype)
+        set_value(self, placement.filled(self._shape, fill, dtype, placed))
+
+    return _initialize_with_initializer
+
+
+def hook_named_parameters(original):
+    """Updates layers whose variables were moved and have new parameters."""
+
+    @functools.wraps(original)
+    def named_parameters(self, *args, **kwargs):
+        # The first read of a value plans the model, which makes new parameters.
+        for variable in getattr(self, "variables", ()):
+            _ = variable.value
+        for module in self.modules():
+            held = module._modules.get("_torch_params")
+            if held is None or not hasattr(module, "variables"):
+                continue
+            if any(
+                held[variable.path] is not variable._value
+                for variable in module.variables
+                if variable.path in held
+            ):
+                module._track_variables()
+        return original(self, *args, **kwargs)
+
+    return named_parameters
+
+
+def hook_track_variables(original):
+    """Tracks the parameters of a built layer without reading `value`.
+
+    A read of `value` plans the model, and that would be too early here.
     """
-    placed = placement.as_placement(variable._layout)
-    if stays_plain(variable, placed):
-        value = placement.to_full(value.detach())
+
+    @functools.wraps(original)
+    def _track_variables(self):
+        if all(variable._layout is None for variable in self.variables):
+            original(self)
+            return
+        self._torch_params = torch.nn.ParameterDict(
+            {variable.path: variable._value for variable in self.variables}
+        )
+
+    return _track_variables
+
+
+def lay_out(variable, value, layout):
+    """Sets the value of a variable to a tensor, split by a layout."""
+    placed = placement.as_placement(layout)
+    value = value.detach()
+    if _stays_plain(variable, placed):
+        value = placement.to_full(value)
     elif isinstance(value, DTensor) and value.device_mesh == placed.mesh:
-        value = value.detach().redistribute(placed.mesh, placed.placements)
-        _keep_own_part(value)
+        value = value.redistribute(placed.mesh, placed.placements)
+        local = value._local_tensor
+        if local.untyped_storage().nbytes() > local.nbytes:
+            # After a move from one split dim to another without an all-to-all,
+            # the shard is a view of the whole tensor, and would keep it.
+            value._local_tensor = local.clone(
+                memory_format=torch.contiguous_format
+            )
     else:
         # A DTensor cannot be redistributed to another mesh.
-        value = placement.to_full(value.detach())
-        value = placement.from_full(value, placed)
+        value = placement.from_full(placement.to_full(value), placed)
     set_value(variable, value)
-
-
-def _keep_own_part(tensor):
-    """Copies the local shard of a DTensor if it is a view of a larger tensor.
-
-    After a move from one split dim to another without an all-to-all, the shard
-    is a view of the whole tensor, which would stay in memory.
-    """
-    local = tensor._local_tensor
-    if local.untyped_storage().nbytes() > local.nbytes:
-        tensor._local_tensor = local.clone(
-            memory_format=torch.contiguous_format
-        )
 
 
 def set_value(variable, value):
@@ -59,7 +130,28 @@ def set_value(variable, value):
     variable._value = parameter
 
 
-def stays_plain(variable, placed):
+def _give_layout(variable):
+    """Sets a variable's layout; returns it as a `Placement`, or `None`."""
+    current = distribution()
+    if current is None:
+        return None
+    variable._layout = current.get_variable_layout(variable)
+    return placement.as_placement(variable._layout)
+
+
+def _constant_of(initializer):
+    """Returns the constant of an initializer; `None` for other initializers."""
+    kind = type(initializer)
+    if kind is initializers.Zeros:
+        return 0
+    if kind is initializers.Ones:
+        return 1
+    if kind is initializers.Constant and np.ndim(initializer.value) == 0:
+        return initializer.value
+    return None
+
+
+def _stays_plain(variable, placed):
     """Returns whether a variable is a plain tensor in every process.
 
     Counters and random state are plain: they are not split, they have no
@@ -79,9 +171,8 @@ def _redistributed(gradient, variable, mesh, placements):
     if slots is not None:
         placements = placement.as_placement(slots).placements
     if not isinstance(gradient, DTensor):
-        return placement.from_full(
-            gradient, placement.Placement(mesh, placements)
-        )
+        placed = placement.Placement(mesh, placements)
+        return placement.from_full(gradient, placed)
     if gradient.placements == placements:
         return gradient
     return gradient.redistribute(mesh, placements)

@@ -105,9 +105,7 @@ class _Product(torch.autograd.Function):
         x, y = ctx.saved_tensors
         left, right, out = _operands(ctx.equation)
         # Each partial sum has the gradient of the whole sum.
-        placements = tuple(
-            Replicate() if p.is_partial() else p for p in ctx.spec.placements
-        )
+        placements = placement.summed(ctx.spec.placements)
         if not isinstance(gradient, DTensor):
             gradient = placement.replicate(gradient, ctx.spec.mesh)
         if gradient.placements != placements:

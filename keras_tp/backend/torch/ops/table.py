@@ -1,9 +1,9 @@
 """Handlers for operations that DTensor cannot split, or splits incorrectly.
 
-`_HANDLERS` replaces DTensor's implementations of ATen operations, below
-autograd: forward and backward have a handler each. `embedding` is wrapped in
+They replace DTensor's implementations of ATen operations, below autograd:
+forward and backward have a handler each. `embedding` is wrapped in
 `torch.nn.functional` instead, because its gradient depends on how the table is
-split. `REPLICATED` lists the operations that every process computes whole.
+split.
 """
 
 import functools
@@ -18,102 +18,11 @@ from keras_tp.backend.torch import local_tensors
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import reading
 from keras_tp.backend.torch.ops import conv_attention
-from keras_tp.backend.torch.ops import index_update
 from keras_tp.backend.torch.ops import random
 from keras_tp.backend.torch.ops import vocab_parallel
+from keras_tp.backend.torch.ops import writes
 
 aten = torch.ops.aten
-
-# Operations that every process computes whole, by reason.
-REPLICATED = {
-    "data-dependent shape": (
-        "bincount.default",
-        "histogram.bin_ct",
-        "masked_select.default",
-        "allclose.default",
-        "nonzero.default",
-        "_unique2.default",
-    ),
-    "windows cross the borders of shards": (
-        "col2im.default",
-        "im2col.default",
-        "unfold.default",
-        "unfold_backward.default",
-    ),
-    "DTensor has no strategy for it, or none for its gradient": (
-        "_adaptive_avg_pool2d.default",
-        "_adaptive_avg_pool2d_backward.default",
-        "_adaptive_avg_pool3d.default",
-        "_adaptive_avg_pool3d_backward.default",
-        "adaptive_max_pool2d.default",
-        "adaptive_max_pool2d_backward.default",
-        "adaptive_max_pool3d.default",
-        "adaptive_max_pool3d_backward.default",
-        "avg_pool2d.default",
-        "avg_pool2d_backward.default",
-        "avg_pool3d.default",
-        "avg_pool3d_backward.default",
-        "masked_scatter.default",
-        "max_pool3d_with_indices.default",
-        "max_pool3d_with_indices_backward.default",
-        "native_group_norm.default",
-        "native_group_norm_backward.default",
-        "reflection_pad1d.default",
-        "reflection_pad1d_backward.default",
-        "reflection_pad2d.default",
-        "reflection_pad2d_backward.default",
-        "replication_pad1d.default",
-        "replication_pad1d_backward.default",
-        "replication_pad2d.default",
-        "replication_pad2d_backward.default",
-        "scatter_reduce.two",
-        "unfold_copy.default",
-        "_ctc_loss.default",
-        "_ctc_loss.Tensor",
-        "_ctc_loss_backward.default",
-        "_ctc_loss_backward.Tensor",
-    ),
-    "a decomposition needs the whole matrix": (
-        "linalg_lstsq.default",
-        "linalg_lu_factor_ex.default",
-        "linalg_solve_triangular.default",
-    ),
-    "DTensor's result is a sum of truth values": (
-        "_is_all_true.default",
-        "all.default",
-        "all.dim",
-        "all.dims",
-        "any.default",
-        "any.dim",
-        "any.dims",
-    ),
-    "needs all of a sorted sequence": (
-        "bucketize.Tensor",
-        "searchsorted.Tensor",
-    ),
-    "one draw for all processes": (
-        "binomial.default",
-        "multinomial.default",
-        "normal.Tensor_Tensor",
-        "normal.Tensor_float",
-        "normal.float_Tensor",
-        "poisson.default",
-        "_sample_dirichlet.default",
-        "_standard_gamma.default",
-        "_standard_gamma_grad.default",
-    ),
-}
-
-
-def with_handlers(original):
-    """Returns DTensor's dict of operations to handlers, with ours in it."""
-    handlers = {**original, **_HANDLERS}
-    for names in REPLICATED.values():
-        for name in names:
-            packet, overload = name.split(".")
-            operation = getattr(getattr(aten, packet), overload)
-            handlers[operation] = local_tensors.replicated
-    return handlers
 
 
 def whole(function):
@@ -153,8 +62,7 @@ def along_dim(op, args, kwargs):
     shape of an earlier call with another `k`.
     """
     x, *rest = args
-    names = [argument.name for argument in op._schema.arguments]
-    given = {**dict(zip(names, args)), **kwargs}
+    given = _arguments(op, args, kwargs)
     dim = given.get("dim", -1 if op is aten.topk.default else 0)
     dim %= max(x.ndim, 1)
     mesh = x.device_mesh
@@ -178,29 +86,25 @@ def along_dim(op, args, kwargs):
     )
 
 
+def _arguments(op, args, kwargs):
+    names = [argument.name for argument in op._schema.arguments]
+    return {**dict(zip(names, args)), **kwargs}
+
+
 def loss(op, args, kwargs):
     """Runs a loss, or its gradient, that is one operation in torch.
 
     A loss with a reduction is computed whole, because DTensor takes the mean
     over one device's shard.
     """
-    names = [argument.name for argument in op._schema.arguments]
-    given = {**dict(zip(names, args)), **kwargs}
     tensors = [t for t in (*args, *kwargs.values()) if torch.is_tensor(t)]
     shape = max((t.shape for t in tensors), key=len)
     alike = all(t.shape == shape for t in tensors)
     # 0 stands for "none".
-    if given.get("reduction", 1) != 0 or not alike:
+    reduction = _arguments(op, args, kwargs).get("reduction", 1)
+    if reduction != 0 or not alike:
         return local_tensors.replicated(op, args, kwargs)
-    mesh = local_tensors.mesh_of(args, kwargs)
-    first = next(t for t in tensors if isinstance(t, DTensor))
-    placements = [p if p.is_shard() else Replicate() for p in first.placements]
-    args, kwargs = pytree.tree_map_only(
-        torch.Tensor,
-        lambda t: local_tensors.local_part(t, mesh, placements),
-        (args, kwargs),
-    )
-    return local_tensors.wrap_parts(op(*args, **kwargs), mesh, placements)
+    return pointwise(op, args, kwargs)
 
 
 def pointwise(op, args, kwargs):
@@ -208,9 +112,9 @@ def pointwise(op, args, kwargs):
 
     DTensor lacks the gradients of some activations.
     """
-    mesh = local_tensors.mesh_of(args, kwargs)
-    first = next(t for t in args if isinstance(t, DTensor))
-    placements = [p if p.is_shard() else Replicate() for p in first.placements]
+    leaves = pytree.tree_leaves((args, kwargs))
+    first = next(leaf for leaf in leaves if isinstance(leaf, DTensor))
+    mesh, placements = first.device_mesh, placement.summed(first.placements)
     # A tensor of another shape is empty: a buffer for other device types.
     args, kwargs = pytree.tree_map_only(
         torch.Tensor,
@@ -259,9 +163,7 @@ def in_place(op, args, kwargs):
             DTensor, placement.to_full, (rest, kwargs)
         )
         return op(target, *rest, **kwargs)
-    index_update.check_written(op, target)
-    settled = placement.settled(target)
-    target._local_tensor, target._spec = settled._local_tensor, settled._spec
+    writes.written_to(op, target)
     return _own_way(op, args, kwargs)
 
 
@@ -294,105 +196,100 @@ def refused(op, args, kwargs):
     )
 
 
-_HANDLERS = {
-    aten.convolution.default: conv_attention.convolution,
-    aten.convolution_backward.default: conv_attention.convolution_backward,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (
-        conv_attention.cpu_attention
+# What every process computes whole, by reason.
+REPLICATED = {
+    "data-dependent shape": (
+        "bincount histogram.bin_ct masked_select allclose nonzero _unique2"
     ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
-        conv_attention.cpu_attention_backward
+    "windows cross the borders of shards": (
+        "col2im im2col unfold unfold_backward"
     ),
-    aten._softmax.default: vocab_parallel.softmax,
-    aten._softmax_backward_data.default: vocab_parallel.softmax_backward,
-    aten._log_softmax.default: vocab_parallel.softmax,
-    aten._log_softmax_backward_data.default: vocab_parallel.softmax_backward,
-    aten.nll_loss_forward.default: vocab_parallel.class_loss,
-    aten.nll_loss_backward.default: vocab_parallel.class_loss_backward,
-    aten.nll_loss2d_forward.default: vocab_parallel.class_loss,
-    aten.nll_loss2d_backward.default: vocab_parallel.class_loss_backward,
-    aten.argmax.default: vocab_parallel.argmax,
-    aten.logsumexp.default: vocab_parallel.logsumexp,
-    aten.as_strided.default: index_update.strided_view,
-    aten.bernoulli_.float: random.random_in_place,
-    aten.bernoulli_.Tensor: random.random_in_place,
-    aten.normal_.default: random.random_in_place,
-    aten.uniform_.default: random.random_in_place,
-    aten.exponential_.default: random.random_in_place,
-    aten.random_.default: random.random_in_place,
-    aten.random_.to: random.random_in_place,
-    getattr(aten.random_, "from"): random.random_in_place,
-    aten.bernoulli.default: random.random_like,
-    aten.bernoulli.p: random.random_like,
-    aten.rand_like.default: random.random_like,
-    aten.randn_like.default: random.random_like,
-    aten.randint_like.default: random.random_like,
-    aten.randint_like.low_dtype: random.random_like,
-    aten.native_dropout.default: random.native_dropout,
-    aten.cauchy_.default: random.random_in_place,
-    aten.geometric_.default: random.random_in_place,
-    aten.log_normal_.default: random.random_in_place,
-    aten.rrelu_with_noise.default: refused,
-    aten.rrelu_with_noise_.default: refused,
-    aten.binary_cross_entropy.default: loss,
-    aten.binary_cross_entropy_backward.default: loss,
-    aten.binary_cross_entropy_with_logits.default: loss,
-    aten.huber_loss.default: loss,
-    aten.huber_loss_backward.default: loss,
-    aten.index.Tensor: index,
-    aten.mse_loss.default: loss,
-    aten.mse_loss_backward.default: loss,
-    aten.smooth_l1_loss.default: loss,
-    aten.smooth_l1_loss_backward.default: loss,
-    aten.soft_margin_loss.default: loss,
-    aten.soft_margin_loss_backward.default: loss,
-    aten.cummax.default: along_dim,
-    aten.cummin.default: along_dim,
-    aten.cumprod.default: along_dim,
-    aten.cumsum.default: along_dim,
-    aten.logcumsumexp.default: along_dim,
-    aten.topk.default: along_dim,
-    aten.unbind.int: along_dim,
-    aten._local_scalar_dense.default: reading.number,
-    **dict.fromkeys(
-        (
-            aten.hardshrink_backward.default,
-            aten.hardsigmoid_backward.default,
-            aten.hardswish_backward.default,
-            aten.hardtanh_backward.default,
-            aten.log_sigmoid_backward.default,
-            aten.softshrink_backward.default,
-        ),
-        pointwise,
+    "DTensor has no strategy for it, or none for its gradient": (
+        "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward "
+        "_adaptive_avg_pool3d _adaptive_avg_pool3d_backward "
+        "adaptive_max_pool2d adaptive_max_pool2d_backward "
+        "adaptive_max_pool3d adaptive_max_pool3d_backward "
+        "avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward "
+        "max_pool3d_with_indices max_pool3d_with_indices_backward "
+        "native_group_norm native_group_norm_backward "
+        "reflection_pad1d reflection_pad1d_backward "
+        "reflection_pad2d reflection_pad2d_backward "
+        "replication_pad1d replication_pad1d_backward "
+        "replication_pad2d replication_pad2d_backward "
+        "masked_scatter scatter_reduce.two unfold_copy _ctc_loss "
+        "_ctc_loss.Tensor _ctc_loss_backward _ctc_loss_backward.Tensor"
     ),
-    **dict.fromkeys(
-        (
-            aten.amax.default,
-            aten.amin.default,
-            aten.prod.default,
-            aten.prod.dim_int,
-        ),
-        added_up,
+    "a decomposition needs the whole matrix": (
+        "linalg_lstsq linalg_lu_factor_ex linalg_solve_triangular"
     ),
-    **dict.fromkeys(
-        (
-            aten.add_.Scalar,
-            aten.add_.Tensor,
-            aten.copy_.default,
-            aten.div_.Scalar,
-            aten.div_.Tensor,
-            aten.index_put_.default,
-            aten.masked_fill_.Scalar,
-            aten.masked_fill_.Tensor,
-            aten.mul_.Scalar,
-            aten.mul_.Tensor,
-            aten.pow_.Scalar,
-            aten.pow_.Tensor,
-            aten.sub_.Scalar,
-            aten.sub_.Tensor,
-            aten.zero_.default,
-        ),
-        in_place,
+    "DTensor's result is a sum of truth values": (
+        "_is_all_true all all.dim all.dims any any.dim any.dims"
     ),
-    **dict.fromkeys(index_update.FILLS, index_update.fill),
+    "needs all of a sorted sequence": "bucketize.Tensor searchsorted.Tensor",
+    "one draw for all processes": (
+        "binomial multinomial normal.Tensor_Tensor normal.Tensor_float "
+        "normal.float_Tensor poisson _sample_dirichlet _standard_gamma "
+        "_standard_gamma_grad"
+    ),
 }
+
+# Handler -> what it runs. Names without an overload have the default one.
+_OPERATIONS = {
+    local_tensors.replicated: " ".join(REPLICATED.values()),
+    conv_attention.convolution: "convolution",
+    conv_attention.convolution_backward: "convolution_backward",
+    conv_attention.cpu_attention: (
+        "_scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_flash_attention_for_cpu_backward"
+    ),
+    vocab_parallel.softmax: "_softmax _log_softmax",
+    vocab_parallel.softmax_backward: (
+        "_softmax_backward_data _log_softmax_backward_data"
+    ),
+    vocab_parallel.class_loss: "nll_loss_forward nll_loss2d_forward",
+    vocab_parallel.class_loss_backward: "nll_loss_backward nll_loss2d_backward",
+    vocab_parallel.argmax: "argmax",
+    vocab_parallel.logsumexp: "logsumexp",
+    random.random_in_place: (
+        "bernoulli_.float bernoulli_.Tensor cauchy_ exponential_ geometric_ "
+        "log_normal_ normal_ random_ random_.from random_.to uniform_"
+    ),
+    random.random_like: (
+        "bernoulli bernoulli.p rand_like randn_like randint_like "
+        "randint_like.low_dtype"
+    ),
+    random.native_dropout: "native_dropout",
+    refused: "rrelu_with_noise rrelu_with_noise_",
+    loss: (
+        "binary_cross_entropy binary_cross_entropy_backward "
+        "binary_cross_entropy_with_logits huber_loss huber_loss_backward "
+        "mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward "
+        "soft_margin_loss soft_margin_loss_backward"
+    ),
+    pointwise: (
+        "hardshrink_backward hardsigmoid_backward hardswish_backward "
+        "hardtanh_backward log_sigmoid_backward softshrink_backward"
+    ),
+    along_dim: ("cummax cummin cumprod cumsum logcumsumexp topk unbind.int"),
+    added_up: "amax amin prod prod.dim_int",
+    index: "index.Tensor",
+    in_place: (
+        "add_.Scalar add_.Tensor copy_ div_.Scalar div_.Tensor index_put_ "
+        "masked_fill_.Scalar masked_fill_.Tensor mul_.Scalar mul_.Tensor "
+        "pow_.Scalar pow_.Tensor sub_.Scalar sub_.Tensor zero_"
+    ),
+    writes.fill: "fill_.Scalar fill_.Tensor",
+    writes.strided_view: "as_strided",
+    reading.number: "_local_scalar_dense",
+}
+
+
+def with_handlers(original):
+    """Returns DTensor's dict of operations to handlers, with ours in it."""
+    handlers = dict(original)
+    for handler, names in _OPERATIONS.items():
+        for name in names.split():
+            packet, _, overload = name.partition(".")
+            operation = getattr(getattr(aten, packet), overload or "default")
+            handlers[operation] = handler
+    return handlers

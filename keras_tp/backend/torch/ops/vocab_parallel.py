@@ -7,6 +7,8 @@ Megatron-LM, https://arxiv.org/abs/1909.08053, section 3). These handlers run
 below autograd.
 """
 
+import math
+
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial
@@ -18,36 +20,43 @@ from torch.distributed.tensor._utils import (
 
 from keras_tp.backend.torch import local_tensors
 
+aten = torch.ops.aten
+
 
 class _Split:
-    """How a tensor with a dim of classes is split.
+    """How a tensor with dims of classes is split.
 
     Args:
-        tensor: DTensor.
-        dim: Int, the dim of the classes.
+        tensor: DTensor. Dims that are split unevenly are computed whole.
+        *dims: Ints, the dims of the classes.
     """
 
-    def __init__(self, tensor, dim):
+    def __init__(self, tensor, *dims):
         self.mesh = tensor.device_mesh
-        self.dim = dim % max(tensor.ndim, 1)
-        counts = {}
-        self.placements = []
-        for index, placed in enumerate(tensor.placements):
-            if placed.is_shard():
-                counts.setdefault(placed.dim, 1)
-                counts[placed.dim] *= self.mesh.size(index)
-            self.placements.append(placed)
-        for index, placed in enumerate(self.placements):
-            if not placed.is_shard() or (
-                tensor.shape[placed.dim] % counts[placed.dim]
-            ):
-                self.placements[index] = Replicate()
-        self.over_classes = Shard(self.dim) in self.placements
-        shape, offset = compute_local_shape_and_global_offset(
-            tensor.shape, self.mesh, self.placements
+        self.dims = [dim % max(tensor.ndim, 1) for dim in dims]
+        self.placements = [
+            placed
+            if placed.is_shard()
+            and not tensor.shape[placed.dim]
+            % math.prod(
+                size
+                for size, other in zip(self.mesh.shape, tensor.placements)
+                if other == placed
+            )
+            else Replicate()
+            for placed in tensor.placements
+        ]
+        self.over_classes = any(map(self._splits_classes, self.placements))
+
+    def _splits_classes(self, placed):
+        return placed.is_shard() and placed.dim in self.dims
+
+    def first(self, shape):
+        """Returns the index of this process's first class."""
+        _, offset = compute_local_shape_and_global_offset(
+            shape, self.mesh, self.placements
         )
-        self.first = offset[self.dim] if shape else 0
-        self.classes = tensor.shape[self.dim] if shape else 1
+        return offset[self.dims[0]]
 
     def part(self, tensor):
         """Returns this process's shard of a tensor of the same shape."""
@@ -58,17 +67,14 @@ class _Split:
         return local_tensors.wrap_parts(local, self.mesh, self.placements)
 
     def reduced(self, local, kind):
-        """Reduces over the classes of all processes, by one all-reduce.
+        """Returns a local result reduced over all classes, by an all-reduce.
 
         Args:
-            local: Tensor, this process's result; the classes' dim has size 1.
+            local: Tensor in which the classes' dims have size 1.
             kind: String, `"sum"` or `"max"`.
-
-        Returns:
-            Tensor of the same shape.
         """
         placements = [
-            Partial(kind) if p == Shard(self.dim) else p
+            Partial(kind) if self._splits_classes(p) else p
             for p in self.placements
         ]
         return local_tensors.settled_parts(
@@ -77,22 +83,29 @@ class _Split:
 
     def gathered(self, local):
         """Returns all processes' results, joined along the classes' dim."""
-        placements = [
-            Replicate() if p == Shard(self.dim) else p for p in self.placements
-        ]
-        whole = self.whole(local).redistribute(placements=placements)
+        whole = self.whole(local).redistribute(
+            placements=self.placements_of_result(keepdim=True)
+        )
         return whole._local_tensor
 
-    def without_classes(self):
-        """Returns the placements of a tensor without the classes' dim."""
+    def placements_of_result(self, keepdim=False):
+        """Returns the placements of a tensor reduced over the classes."""
         return [
             Replicate()
-            if p == Shard(self.dim)
-            else Shard(p.dim - 1)
-            if p.is_shard() and p.dim > self.dim
+            if p.is_replicate() or self._splits_classes(p)
             else p
+            if keepdim
+            else Shard(p.dim - sum(dim < p.dim for dim in self.dims))
             for p in self.placements
         ]
+
+    def result(self, local, keepdim=False):
+        """Returns the DTensor of a result in which the classes have size 1."""
+        if not keepdim:
+            local = local.squeeze(self.dims)
+        return local_tensors.wrap_parts(
+            local, self.mesh, self.placements_of_result(keepdim)
+        )
 
 
 def softmax(op, args, kwargs):
@@ -112,7 +125,7 @@ def softmax(op, args, kwargs):
     shifted = local - maxima
     exponentials = shifted.exp()
     total = split.reduced(exponentials.sum(dim, keepdim=True), "sum")
-    if op is torch.ops.aten._log_softmax.default:
+    if op is aten._log_softmax.default:
         return split.whole(shifted - total.log())
     return split.whole(exponentials / total)
 
@@ -124,7 +137,7 @@ def softmax_backward(op, args, kwargs):
     gradient, output = split.part(gradient), split.part(output)
     if not split.over_classes:
         return split.whole(op(gradient, output, dim, dtype))
-    if op is torch.ops.aten._log_softmax_backward_data.default:
+    if op is aten._log_softmax_backward_data.default:
         total = split.reduced(gradient.sum(dim, keepdim=True), "sum")
         result = gradient - output.exp() * total
     else:
@@ -146,21 +159,12 @@ def class_loss(op, args, kwargs):
         return local_tensors.replicated(op, args, kwargs)
     split = _Split(x, 1)
     local = split.part(x)
-    local_target = local_tensors.local_part(
-        target, split.mesh, split.without_classes()
-    )
-    index, held = _held(local, local_target, split, ignored)
+    index, held = _held(x.shape, local, target, split, ignored)
     result = -torch.where(held, local.gather(1, index), 0)
-    result = split.reduced(result, "sum")
-    total_weight = local.new_zeros(())
-    return (
-        local_tensors.wrap_parts(
-            result.squeeze(1), split.mesh, split.without_classes()
-        ),
-        local_tensors.wrap_parts(
-            total_weight, split.mesh, [Replicate()] * split.mesh.ndim
-        ),
+    total_weight = local_tensors.wrap_parts(
+        local.new_zeros(()), split.mesh, [Replicate()] * split.mesh.ndim
     )
+    return split.result(split.reduced(result, "sum")), total_weight
 
 
 def class_loss_backward(op, args, kwargs):
@@ -170,11 +174,10 @@ def class_loss_backward(op, args, kwargs):
         return local_tensors.replicated(op, args, kwargs)
     split = _Split(x, 1)
     local = split.part(x)
-    gradient, target = (
-        local_tensors.local_part(tensor, split.mesh, split.without_classes())
-        for tensor in (gradient, target)
+    gradient = local_tensors.local_part(
+        gradient, split.mesh, split.placements_of_result()
     )
-    index, held = _held(local, target, split, ignored)
+    index, held = _held(x.shape, local, target, split, ignored)
     values = -torch.where(held, gradient.unsqueeze(1), 0)
     return split.whole(torch.zeros_like(local).scatter(1, index, values))
 
@@ -185,15 +188,17 @@ def _by_part(x, weight, reduction):
     return split and x.ndim > 1 and weight is None and reduction == 0
 
 
-def _held(local, target, split, ignored):
+def _held(shape, local, target, split, ignored):
     """Returns the targets' local class indices, and a mask of those held."""
-    target = target.unsqueeze(1)
+    target = local_tensors.local_part(
+        target, split.mesh, split.placements_of_result()
+    ).unsqueeze(1)
     counted = target != ignored
     torch._assert_async(
-        (~counted | ((target >= 0) & (target < split.classes))).all(),
-        f"A target is not one of the {split.classes} classes.",
+        (~counted | ((target >= 0) & (target < shape[1]))).all(),
+        f"A target is not one of the {shape[1]} classes.",
     )
-    index = target - split.first
+    index = target - split.first(shape)
     held = (index >= 0) & (index < local.shape[1]) & counted
     return torch.where(held, index, 0), held
 
@@ -202,27 +207,17 @@ def argmax(op, args, kwargs):
     """Runs `argmax` along a dim; gathers one candidate per process."""
     x = args[0]
     given = dict(zip(("dim", "keepdim"), args[1:]), **kwargs)
-    dim, keepdim = given.get("dim"), given.get("keepdim", False)
-    if dim is None or x.ndim == 0:
+    if given.get("dim") is None or x.ndim == 0:
         return local_tensors.replicated(op, args, kwargs)
-    split = _Split(x, dim)
+    split = _Split(x, given["dim"])
+    (dim,) = split.dims
     local = split.part(x)
-    result = local.argmax(split.dim, keepdim=True)
+    result = local.argmax(dim, keepdim=True)
     if split.over_classes:
-        largest = split.gathered(local.gather(split.dim, result))
-        classes = split.gathered(result + split.first)
-        result = classes.gather(
-            split.dim, largest.argmax(split.dim, keepdim=True)
-        )
-    placements = split.without_classes()
-    if keepdim:
-        placements = [
-            Replicate() if p == Shard(split.dim) else p
-            for p in split.placements
-        ]
-    else:
-        result = result.squeeze(split.dim)
-    return local_tensors.wrap_parts(result, split.mesh, placements)
+        largest = split.gathered(local.gather(dim, result))
+        classes = split.gathered(result + split.first(x.shape))
+        result = classes.gather(dim, largest.argmax(dim, keepdim=True))
+    return split.result(result, given.get("keepdim", False))
 
 
 def logsumexp(op, args, kwargs):
@@ -230,35 +225,14 @@ def logsumexp(op, args, kwargs):
 
     DTensor's own `logsumexp` still treats a reduced dim of size 1 as split.
     """
-    x, dims, *rest = args
-    keepdim = rest[0] if rest else kwargs.get("keepdim", False)
+    x, dims, *keepdim = args
     dims = [dims] if isinstance(dims, int) else list(dims)
-    dims = sorted({dim % x.ndim for dim in dims or range(x.ndim)})
-    mesh = x.device_mesh
-    placements = [p if p.is_shard() else Replicate() for p in x.placements]
-    local = local_tensors.local_part(x, mesh, placements)
-
-    def reduced(local, kind):
-        summed = [
-            Partial(kind) if p.is_shard() and p.dim in dims else p
-            for p in placements
-        ]
-        return local_tensors.settled_parts(local, mesh, summed)._local_tensor
-
-    maxima = reduced(local.amax(dims, keepdim=True), "max")
+    split = _Split(x, *(dims or range(x.ndim)))
+    local = split.part(x)
+    maxima = split.reduced(local.amax(split.dims, keepdim=True), "max")
     # An infinite maximum is not subtracted: inf - inf is NaN.
     maxima = torch.where(maxima.abs() == torch.inf, 0, maxima)
-    total = reduced((local - maxima).exp().sum(dims, keepdim=True), "sum")
-    result = total.log() + maxima
-    kept = [
-        Replicate() if p.is_shard() and p.dim in dims else p for p in placements
-    ]
-    if not keepdim:
-        result = result.squeeze(dims)
-        kept = [
-            Shard(p.dim - sum(dim < p.dim for dim in dims))
-            if p.is_shard()
-            else p
-            for p in kept
-        ]
-    return local_tensors.wrap_parts(result, mesh, kept)
+    exponentials = (local - maxima).exp()
+    total = split.reduced(exponentials.sum(split.dims, keepdim=True), "sum")
+    keepdim = keepdim[0] if keepdim else kwargs.get("keepdim", False)
+    return split.result(total.log() + maxima, keepdim)

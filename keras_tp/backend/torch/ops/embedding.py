@@ -1,0 +1,124 @@
+"""Lookups in tables that are split by rows or by columns."""
+
+import functools
+
+import torch
+from keras.src.backend.common.name_scope import current_path
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._utils import (
+    compute_local_shape_and_global_offset,
+)
+
+from keras_tp.backend.torch import local_tensors
+from keras_tp.backend.torch import placement
+
+
+def take(original):
+    """Wraps `take`: looks up a split vector as a table with one column.
+
+    Quantized embeddings look up scales this way; DTensor would gather them.
+    """
+
+    @functools.wraps(original)
+    def replacement(x, indices, axis=None):
+        value = getattr(x, "_value", x)
+        if placement.needs_communication(value) and value.ndim == 1:
+            column = value.unsqueeze(-1)
+            return original(column, indices, axis=0).squeeze(-1)
+        return original(x, indices, axis=axis)
+
+    return replacement
+
+
+def embedding(original):
+    """Wraps `torch.nn.functional.embedding` for split tables."""
+
+    @functools.wraps(original)
+    def lookup(input, weight, *args, **kwargs):
+        if not any(isinstance(t, DTensor) for t in (input, weight)):
+            return original(input, weight, *args, **kwargs)
+        names = ("padding_idx", "max_norm", "norm_type")
+        names += ("scale_grad_by_freq", "sparse")
+        given = {**dict(zip(names, args)), **kwargs}
+        norm_type = given.pop("norm_type", None)
+        if any(value not in (None, False) for value in given.values()):
+            raise NotImplementedError(
+                "A distributed embedding has no `padding_idx`, no `max_norm`, "
+                f"and dense gradients only. Received: norm_type={norm_type}, "
+                f"{given}"
+            )
+        return _lookup(original, input, weight)
+
+    return lookup
+
+
+def _lookup(original, ids, table):
+    mesh = local_tensors.mesh_of((ids, table), {})
+    of_table, of_ids, of_gradient, of_result = zip(
+        *(
+            _placements(*placed, ids.ndim)
+            for placed in zip(
+                local_tensors.placements_of(table, mesh),
+                local_tensors.placements_of(ids, mesh),
+            )
+        )
+    )
+    ids = local_tensors.local_part(ids, mesh, of_ids)
+    if not isinstance(table, DTensor):
+        table = placement.replicate(table, mesh)
+    local_table = table.redistribute(placements=of_table).to_local(
+        grad_placements=of_gradient
+    )
+    if Shard(0) in of_table:
+        _check_ids(ids, table.shape[0])
+        _, offset = compute_local_shape_and_global_offset(
+            table.shape, mesh, of_table
+        )
+        ids = ids - offset[0]
+        held = (ids >= 0) & (ids < local_table.shape[0])
+        result = original(torch.where(held, ids, 0), local_table)
+        result = torch.where(held.unsqueeze(-1), result, 0)
+    else:
+        result = original(ids, local_table)
+    return placement.settled(
+        DTensor.from_local(result, mesh, of_result, run_check=False)
+    )
+
+
+def _placements(of_table, of_ids, ids_ndim):
+    """Returns the placements of table, ids, the table's gradient and result.
+
+    Args:
+        of_table: Placement of the table on a mesh dim, as given.
+        of_ids: Placement of the ids on the same mesh dim.
+        ids_ndim: Int. Number of dims of the ids.
+    """
+    if of_table == Shard(0):
+        # Each process looks up the ids of its rows; one all-reduce follows.
+        return of_table, Replicate(), of_table, Partial()
+    if of_table.is_shard():
+        # Each process looks up its part of each row.
+        return of_table, Replicate(), of_table, Shard(ids_ndim)
+    if of_ids.is_shard():
+        return Replicate(), of_ids, Partial(), of_ids
+    return (Replicate(),) * 4
+
+
+def _check_ids(ids, rows):
+    """Raises if the table has no row for an id, as on one device.
+
+    On CPU the ids are read here. On GPU the check runs asynchronously, and the
+    error appears at the next synchronization.
+    """
+    outside = (ids < 0) | (ids >= rows)
+    if not ids.is_cpu:
+        torch._assert_async(~outside.any(), "An id is outside of its table.")
+    elif outside.any():
+        raise IndexError(
+            f"The table of {current_path() or 'an embedding'} has {rows} rows, "
+            "and ids have to be at least 0 and less than that. Received: an id "
+            f"of {ids[outside][0].item()}"
+        )
