@@ -50,18 +50,6 @@ def same_everywhere(gather, what, value, way_out, groups=None):
     return digests
 
 
-def same_seed(gather):
-    """Raises on every process if they were given different seeds."""
-    seeds = gather(rng_utils.get_random_seed())
-    if len(set(seeds)) > 1:
-        raise ValueError(
-            "The processes of this run were given different seeds, and would "
-            "train different models. Call `keras.utils.set_random_seed` with "
-            "the same seed in every process, or in none. Received seeds by "
-            f"process: {dict(enumerate(seeds))}"
-        )
-
-
 def one_seed(gather, is_first):
     """Sets the random state of process 0 in all processes.
 
@@ -74,7 +62,14 @@ def one_seed(gather, is_first):
     Raises:
         ValueError: on every process, if they were given different seeds.
     """
-    same_seed(gather)
+    seeds = gather(rng_utils.get_random_seed())
+    if len(set(seeds)) > 1:
+        raise ValueError(
+            "The processes of this run were given different seeds, and would "
+            "train different models. Call `keras.utils.set_random_seed` with "
+            "the same seed in every process, or in none. Received seeds by "
+            f"process: {dict(enumerate(seeds))}"
+        )
     generator = global_state.get_global_attribute("global_seed_generator")
     own = None
     if is_first:

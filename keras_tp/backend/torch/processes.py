@@ -7,6 +7,7 @@ others. Defaults to 45.
 """
 
 import atexit
+import contextlib
 import datetime
 import functools
 import gc
@@ -135,11 +136,22 @@ def _leave():
     heartbeats.leave()
     if not dist.is_initialized() or hasattr(sys, "last_value"):
         return
+    if not dist.is_torchelastic_launched():
+        _let_others_read()
     for found in gc.get_objects():
         if issubclass(type(found), DeviceMesh):
             # A mesh would keep its process groups alive.
             found._pg_registry.clear()
     dist.destroy_process_group()
+
+
+def _let_others_read():
+    """Keeps the store, which process 0 holds, until the others have left."""
+    key = "keras_tp/left/{}".format
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        _put(key(index()), b"")
+        for other in range(world_size() if is_first() else 0):
+            _get(key(other), progress.GRACE_S)
 
 
 def collective_library(device_type):
