@@ -208,7 +208,6 @@ TABLE = [
             ("torch", "istft"),
             (_CORE, "associative_scan"),
             (_CORE, "scatter"),
-            (_CORE, "scatter_update"),
             ("keras.src.backend.torch.linalg", "jvp"),
             (_NUMPY, "median"),
             (_NUMPY, "nanmedian"),

@@ -205,7 +205,6 @@ REPLICATED = {
         "col2im im2col unfold unfold_backward"
     ),
     "DTensor has no strategy for it, or none for its gradient": (
-        "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward "
         "_adaptive_avg_pool3d _adaptive_avg_pool3d_backward "
         "adaptive_max_pool2d adaptive_max_pool2d_backward "
         "adaptive_max_pool3d adaptive_max_pool3d_backward "
@@ -270,7 +269,7 @@ _OPERATIONS = {
         "hardshrink_backward hardsigmoid_backward hardswish_backward "
         "hardtanh_backward log_sigmoid_backward softshrink_backward"
     ),
-    along_dim: ("cummax cummin cumprod cumsum logcumsumexp topk unbind.int"),
+    along_dim: "cumprod cumsum logcumsumexp topk unbind.int",
     added_up: "amax amin prod prod.dim_int",
     index: "index.Tensor",
     in_place: (
