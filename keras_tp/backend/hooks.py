@@ -72,19 +72,26 @@ class Hook(
 
 
 def around(function):
-    """Returns the `replace` of a hook that calls a function instead.
+    """Makes a hook's `replace` of a function that calls the original.
+
+    Example:
+
+    ```python
+    @around
+    def compile(original, self, *args, **kwargs):
+        return original(self, *args, **kwargs)
+    ```
 
     Args:
-        function: Function that receives the original, then the arguments of
-            the call.
+        function: Callable. Its first argument is the original attribute.
     """
 
     def replace(original):
         @functools.wraps(original)
-        def replaced(*args, **kwargs):
+        def replacement(*args, **kwargs):
             return function(original, *args, **kwargs)
 
-        return replaced
+        return replacement
 
     return replace
 

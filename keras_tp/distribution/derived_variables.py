@@ -8,95 +8,83 @@ groups of rows follows no dim and is never split.
 
 import collections
 import contextlib
+import re
 import threading
 import warnings
-import weakref
 
+from keras.src.distribution.distribution_lib import distribution as current
 from keras.src.layers import EinsumDense
 from keras.src.layers import Embedding
 
 from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import axis_size
 
-# A variable's name -> the attribute that holds it.
+# A kernel's name -> the attribute that holds it.
 _KERNELS = {
     "kernel": "_kernel",
     "embeddings": "_embeddings",
     "reverse_embeddings": "reverse_embeddings",
 }
-_SOURCES = {
-    "lora_kernel_a": "_kernel",
-    "lora_kernel_b": "_kernel",
-    "kernel_scale": "_kernel",
-    "kernel_zero": "_kernel",
-    "lora_embeddings_a": "_embeddings",
-    "lora_embeddings_b": "_embeddings",
-    "embeddings_scale": "_embeddings",
-    "embeddings_zero": "_embeddings",
-    "reverse_embeddings_scale": "reverse_embeddings",
-    "reverse_embeddings_zero": "reverse_embeddings",
-}
+# The name of a variable that LoRA or quantization adds -> that of its kernel.
+_ADDED = re.compile(r"lora_(.+)_[ab]|(.+)_(?:scale|zero)")
 # Modes of `quantize` whose variables this module can lay out.
 _MODES = (None, "int8", "int4")
-
-_state = threading.local()
 
 
 class _Source(collections.namedtuple("_Source", ["path", "shape", "layout"])):
     """The path, shape and layout of a kernel."""
 
 
-class _Change(collections.namedtuple("_Change", ["layer", "mode", "kernels"])):
-    """A call in progress that adds variables to a layer.
+class _Kernels(
+    collections.namedtuple("_Kernels", ["mode", "distribution", "sources"])
+):
+    """The kernels of a layer before it is quantized.
 
     Args:
-        layer: A Keras layer.
-        mode: String, quantization mode of the layer, or `None`.
-        kernels: Dict of attribute to the `_Source` that it held before.
+        mode: String, the quantization mode.
+        distribution: The `Distribution` that the layer was made under.
+        sources: Dict of attribute to the `_Source` that it held.
     """
 
 
-# Layers about to be quantized -> their distribution and kernels.
-_noted = weakref.WeakKeyDictionary()
+class _State(threading.local):
+    # The layer that adds a variable in this thread.
+    layer = None
 
 
-def note_kernels(layer, distribution):
-    """Records the kernels of a layer before it is quantized.
+_state = _State()
 
-    Args:
-        layer: A Keras layer.
-        distribution: The `Distribution` it was made under, or `None`.
-    """
+
+def note_kernels(layer, mode, distribution):
+    """Records the kernels of a layer before it is quantized."""
     held = {name: getattr(layer, name, None) for name in _KERNELS.values()}
-    kernels = {k: _source(v) for k, v in held.items() if v is not None}
-    _noted[layer] = distribution, kernels
-
-
-def noted_distribution(layer, otherwise):
-    """Returns the recorded distribution of a layer, or `otherwise`."""
-    return _noted.get(layer, (otherwise,))[0]
+    sources = {k: _source(v) for k, v in held.items() if v is not None}
+    vars(layer)["_kernels_before"] = _Kernels(mode, distribution, sources)
 
 
 @contextlib.contextmanager
-def changing(layer, mode):
-    """Context in which variables that a layer adds follow its kernels.
+def changing(layer):
+    """Context in which a variable that a layer adds follows its kernel.
 
-    Args:
-        layer: A Keras layer.
-        mode: String, quantization mode of the layer, or `None`.
+    Yields:
+        The `Distribution` for a layer that has no variables now: that of the
+        kernels it had, or the current one.
     """
-    _, kernels = _noted.pop(layer, (None, {}))
-    before = getattr(_state, "change", None)
-    _state.change = _Change(layer, mode, kernels)
+    before, _state.layer = _state.layer, layer
     try:
-        yield
+        yield _kernels_before(layer).distribution
     finally:
-        _state.change = before
+        _state.layer = before
 
 
 def is_changing():
     """Returns whether a layer is adding variables, and so is incomplete."""
-    return getattr(_state, "change", None) is not None
+    return _state.layer is not None
+
+
+def _kernels_before(layer):
+    none = _Kernels(layer.quantization_mode, current(), {})
+    return vars(layer).get("_kernels_before", none)
 
 
 def _source(kernel):
@@ -104,29 +92,24 @@ def _source(kernel):
 
 
 def layout_for(variable, named=None):
-    """Returns the layout of a new variable that follows a kernel.
+    """Returns the layout of a new variable: its kernel's, or `named`.
 
-    Args:
-        variable: A Keras variable that is being made.
-        named: `TensorLayout` that the user gives to its path. It is ignored
-            for a variable that replaces a kernel: the path is then the
-            kernel's, and so is the layout. Defaults to `None`.
-
-    Returns:
-        A `TensorLayout`; `named` for a variable that follows no kernel.
+    `named` is the layout that the user gives to the path. A variable that
+    replaces a kernel has its path, and its layout too.
     """
-    change = getattr(_state, "change", None)
-    shape = tuple(variable.shape)
-    if change is None or not shape:
+    layer, shape = _state.layer, tuple(variable.shape)
+    if layer is None or not shape:
         return named
-    replaced = change.kernels.get(_KERNELS.get(variable.name))
-    if named is not None and replaced is None:
-        return named
+    before = _kernels_before(layer)
+    replaced = before.sources.get(_KERNELS.get(variable.name))
     if replaced is not None:
-        source, dims = replaced, _dims_of_kernel(change, replaced.shape, shape)
+        source = replaced
+        dims = _dims_of_kernel(layer, before.mode, replaced.shape, shape)
+    elif named is not None:
+        return named
     else:
         kernel, dims = _dims_of_follower(
-            change.layer, change.mode, variable.name, shape
+            layer, before.mode, variable.name, shape
         )
         source = None if kernel is None else _source(kernel)
     if source is None or source.layout is None:
@@ -157,18 +140,11 @@ def layout_for(variable, named=None):
 def derived_of(layer):
     """Yields the variables that LoRA and quantization added to a layer.
 
-    Args:
-        layer: A Keras layer.
-
-    Yields:
-        `(variable, dims, kernel)`. `dims` has, for each dim of the variable,
-        the dim of the kernel that it follows, or `None`.
+    As `(variable, dims, kernel)`. `dims` has, for each dim of the variable,
+    the dim of the kernel that it follows, or `None`.
     """
     mode = layer.quantization_mode
-    for variable in (
-        *layer._trainable_variables,
-        *layer._non_trainable_variables,
-    ):
+    for variable in own_variables(layer):
         kernel, dims = _dims_of_follower(
             layer, mode, variable.name, tuple(variable.shape)
         )
@@ -176,15 +152,13 @@ def derived_of(layer):
             yield variable, dims, kernel
 
 
-def _follow(source, dims, shape):
-    """Returns the axes of a variable, and why some source axes are dropped.
+def own_variables(layer):
+    """Returns the variables of a layer, without those of layers inside it."""
+    return layer._trainable_variables + layer._non_trainable_variables
 
-    Args:
-        source: `_Source`.
-        dims: List with, for each dim of the variable, the dim of the source
-            that it follows, or `None`; or a string, why they are unknown.
-        shape: Tuple of ints, the shape of the variable.
-    """
+
+def _follow(source, dims, shape):
+    """Returns the axes of a variable, and why some source axes are dropped."""
     axes, obstacles = [None] * len(shape), []
     if not any(source.layout.axes):
         return axes, obstacles
@@ -204,17 +178,16 @@ def _follow(source, dims, shape):
     return axes, obstacles
 
 
-def _dims_of_kernel(change, old, new):
+def _dims_of_kernel(layer, mode, old, new):
     """Returns the dims of a kernel of shape `old` in its quantized form."""
-    if change.mode not in _MODES:
-        return f"the form that {change.mode!r} gives a kernel is not known"
-    if len(old) == len(new) and not isinstance(change.layer, EinsumDense):
-        # int4 packs one of them: two values in a byte.
+    if mode not in _MODES:
+        return f"the form that {mode!r} gives a kernel is not known"
+    # int4 packs a dim of a matrix: two values in a byte.
+    is_packed = len(old) == len(new) and not isinstance(layer, EinsumDense)
+    if is_packed or old == new:
         return list(range(len(old)))
-    if old == new:
-        return list(range(len(old)))
-    # int4 reshapes any kernel to a matrix, and packs its columns.
-    rows, columns = _rows_and_columns(change.layer, len(old))
+    # int4 reshapes the kernel of an EinsumDense, and packs its columns.
+    rows, columns = _rows_and_columns(layer, len(old))
     if rows != list(range(len(rows))):
         return "its dims are regrouped to rows and columns"
     return [_outermost(rows, old), _outermost(columns, old)]
@@ -222,7 +195,8 @@ def _dims_of_kernel(change, old, new):
 
 def _dims_of_follower(layer, mode, name, shape):
     """Returns the kernel that a variable of this name follows, and its dims."""
-    attribute = _SOURCES.get(name)
+    found = _ADDED.fullmatch(name)
+    attribute = _KERNELS.get(found and (found[1] or found[2]))
     if name == "g_idx":
         is_table = isinstance(layer, Embedding)
         attribute = "_embeddings" if is_table else "_kernel"

@@ -1,9 +1,7 @@
 """Hooks of all backends: each model runs under its own distribution."""
 
 import contextlib
-import functools
 import threading
-import weakref
 
 from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.distribution.distribution_lib import distribution
@@ -29,107 +27,85 @@ from keras_tp.distribution.variable_origin import scope_of
 
 
 class _Calls(threading.local):
-    """The layer of the outermost call in this thread."""
-
+    # The layer of the outermost call in this thread.
     outermost = None
 
 
 _calls = _Calls()
-# Layers that LoRA or quantization added variables to.
-_changed = weakref.WeakSet()
-
 
 # Methods that all processes enter together, as one step.
 _STEPS = ("train_on_batch", "test_on_batch", "predict_on_batch", "generate")
 
 
-def _hook_entry_point(original):
+@hooks.around
+def _hook_entry_point(original, self, /, *args, **kwargs):
     """Runs `fit`, `evaluate` and others under the model's own distribution."""
-
     name = original.__name__
-
-    @functools.wraps(original)
-    def entry_point(self, *args, **kwargs):
-        with entered(self), progress.method(name):
-            if name in _STEPS and distribution() is not None:
-                progress.together(f"`{name}`")
-            adopt_state(self)
-            _renew_functions(self)
-            check_complete_model(self)
-            result = original(self, *args, **kwargs)
-            check_model(self)
-            return result
-
-    return entry_point
-
-
-def _hook_compile(original):
-    @functools.wraps(original)
-    def compile(self, *args, **kwargs):
-        # KerasHub may be imported by now: its tasks compile in `__init__`.
-        hooks.install_imported()
-        with entered(self):
-            check_complete_model(self)
-            return original(self, *args, **kwargs)
-
-    return compile
-
-
-def _hook_symbolic_build(original):
-    """Checks a model that `fit` has built, and adopts its metrics."""
-
-    @functools.wraps(original)
-    def _symbolic_build(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        check_model(self)
+    with entered(self), progress.method(name):
+        if name in _STEPS and distribution() is not None:
+            progress.together(f"`{name}`")
         adopt_state(self)
+        _renew_functions(self)
+        check_complete_model(self)
+        result = original(self, *args, **kwargs)
+        check_model(self)
+        return result
 
-    return _symbolic_build
+
+@hooks.around
+def _hook_compile(original, self, /, *args, **kwargs):
+    # KerasHub may be imported by now: its tasks compile in `__init__`.
+    hooks.install_imported()
+    with entered(self):
+        check_complete_model(self)
+        return original(self, *args, **kwargs)
 
 
-def _hook_call(original):
+@hooks.around
+def _hook_symbolic_build(original, self, /, *args, **kwargs):
+    """Checks a model that `fit` has built, and adopts its metrics."""
+    original(self, *args, **kwargs)
+    check_model(self)
+    adopt_state(self)
+
+
+@hooks.around
+def _hook_call(original, self, /, *args, **kwargs):
     """Runs the outermost call of a model under its distribution.
 
     Symbolic calls, which build functional models, are left alone.
     """
-
-    @functools.wraps(original)
-    def call(self, *args, **kwargs):
-        if _calls.outermost is not None:
-            return original(self, *args, **kwargs)
-        if any_symbolic_tensors(args, kwargs) or in_tf_graph():
-            return original(self, *args, **kwargs)
-        _calls.outermost = self
-        try:
-            if not isinstance(self, Model):
-                own = distribution_of(self)
-                with scope_of(own) if own else contextlib.nullcontext():
-                    return original(self, *args, **kwargs)
-            with entered(self):
-                check_complete_model(self)
-                outputs = original(self, *args, **kwargs)
-                check_model(self)
-                return outputs
-        finally:
-            _calls.outermost = None
-
-    return call
+    if (
+        _calls.outermost is not None
+        or any_symbolic_tensors(args, kwargs)
+        or in_tf_graph()
+    ):
+        return original(self, *args, **kwargs)
+    _calls.outermost = self
+    try:
+        if not isinstance(self, Model):
+            own = distribution_of(self)
+            with scope_of(own) if own else contextlib.nullcontext():
+                return original(self, *args, **kwargs)
+        with entered(self):
+            check_complete_model(self)
+            outputs = original(self, *args, **kwargs)
+            check_model(self)
+            return outputs
+    finally:
+        _calls.outermost = None
 
 
-def _hook_maybe_build(original):
+@hooks.around
+def _hook_maybe_build(original, self, call_spec):
     """Plans a model that its first call has built, before it computes."""
-
-    @functools.wraps(original)
-    def _maybe_build(self, call_spec):
-        original(self, call_spec)
-        if isinstance(self, Model):
-            # The planner sets no distribution: its sizes are made up.
-            if distribution() is not None:
-                model_inputs.note_call(self, call_spec)
-            if self is _calls.outermost:
-                check_complete_model(self)
-
-    return _maybe_build
+    original(self, call_spec)
+    if isinstance(self, Model):
+        # The planner sets no distribution: its sizes are made up.
+        if distribution() is not None:
+            model_inputs.note_call(self, call_spec)
+        if self is _calls.outermost:
+            check_complete_model(self)
 
 
 def _hook_value(original):
@@ -165,69 +141,44 @@ def _hook_threading(original):
     return Threading
 
 
+@hooks.around
 def _hook_global_seed_generator(original):
     """Makes the global random state under no distribution: it outlives them."""
-
-    @functools.wraps(original)
-    def global_seed_generator():
-        with scope_of(None):
-            return original()
-
-    return global_seed_generator
+    with scope_of(None):
+        return original()
 
 
-def _hook_before_quantizing(original):
+@hooks.around
+def _hook_before_quantizing(original, self, mode, compute_dtype):
     """Records a layer's kernels before quantization replaces them."""
-
-    @functools.wraps(original)
-    def _check_quantize_args(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        derived_variables.note_kernels(self, distribution_of(self))
-
-    return _check_quantize_args
+    original(self, mode, compute_dtype)
+    derived_variables.note_kernels(self, mode, distribution_of(self))
 
 
-def _hook_quantized_build(original):
-    @functools.wraps(original)
-    def quantized_build(self, shape, mode, *args, **kwargs):
-        own = distribution_of(self) if self.weights else distribution()
-        own = derived_variables.noted_distribution(self, own)
-        with scope_of(own), derived_variables.changing(self, mode):
-            original(self, shape, mode, *args, **kwargs)
-        _note_change(self)
-
-    return quantized_build
-
-
-def _hook_enable_lora(original):
-    @functools.wraps(original)
-    def enable_lora(self, *args, **kwargs):
-        mode = self.quantization_mode
-        with (
-            scope_of(distribution_of(self)),
-            derived_variables.changing(self, mode),
-        ):
-            original(self, *args, **kwargs)
-        _note_change(self)
-
-    return enable_lora
-
-
-def _note_change(layer):
-    _changed.add(layer)
-    layer._changes = getattr(layer, "_changes", 0) + 1
+@hooks.around
+def _hook_add_weight(original, self, /, *args, **kwargs):
+    """Makes variables of LoRA and quantization follow the layer's kernel."""
+    # Layers without LoRA have variables of their own only.
+    if not hasattr(self, "enable_lora"):
+        return original(self, *args, **kwargs)
+    with derived_variables.changing(self) as noted:
+        own = distribution_of(self) if self.weights else noted
+        with scope_of(own):
+            weight = original(self, *args, **kwargs)
+    if self.built:
+        self._changes = getattr(self, "_changes", 0) + 1
+    return weight
 
 
 def _renew_functions(model):
     """Drops a model's compiled functions if one of its layers has changed."""
-    if not _changed:
-        return
     count = sum(getattr(p, "_changes", 0) for p in model._flatten_layers())
     if count != getattr(model, "_changes_compiled", 0):
         model_state.forget_functions(model)
         model._changes_compiled = count
 
 
+_LAYER = "keras.src.layers.layer:Layer"
 _MODEL = "keras.src.models.model:Model"
 
 TABLE = [
@@ -238,13 +189,13 @@ TABLE = [
         "a variable knows its role and the distribution it was made under",
     ),
     Hook(
-        "keras.src.layers.layer:Layer",
+        _LAYER,
         "__new__",
         variable_origin.note_layer,
         "a layer that is not built yet knows the distribution it is made under",
     ),
     Hook(
-        "keras.src.layers.layer:Layer",
+        _LAYER,
         "_maybe_build",
         _hook_maybe_build,
         "a model that its first call builds is planned before it computes",
@@ -256,13 +207,13 @@ TABLE = [
         "a model is planned before a loop of the user's own uses it",
     ),
     Hook(
-        "keras.src.layers.layer:Layer",
+        _LAYER,
         "__call__",
         _hook_call,
         "a model is called under its own distribution",
     ),
     Hook(
-        "keras.src.layers.layer:Layer",
+        _LAYER,
         "stateless_call",
         _hook_call,
         "so is a model whose state is handed in; its parts are not outermost",
@@ -356,38 +307,16 @@ TABLE = [
         "factored slots are split as their variable is",
     ),
     Hook(
-        "keras.src.layers.layer:Layer",
+        _LAYER,
         "_check_quantize_args",
         _hook_before_quantizing,
         "what replaces a kernel is split as that was",
     ),
-    *(
-        Hook(
-            f"keras.src.layers.{owner}",
-            "quantized_build",
-            _hook_quantized_build,
-            "what quantization adds is split as the kernel is",
-        )
-        for owner in (
-            "core.dense:Dense",
-            "core.einsum_dense:EinsumDense",
-            "core.embedding:Embedding",
-            "core.reversible_embedding:ReversibleEmbedding",
-        )
-    ),
-    *(
-        Hook(
-            f"keras.src.layers.{owner}",
-            "enable_lora",
-            _hook_enable_lora,
-            "what LoRA adds is split as the kernel is",
-        )
-        for owner in (
-            "core.dense:Dense",
-            "core.einsum_dense:EinsumDense",
-            "core.embedding:Embedding",
-            "convolutional.base_conv:BaseConv",
-        )
+    Hook(
+        _LAYER,
+        "add_weight",
+        _hook_add_weight,
+        "what LoRA and quantization add is split as the kernel is",
     ),
     Hook(
         "keras.src.random.seed_generator",

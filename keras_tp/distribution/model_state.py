@@ -13,26 +13,20 @@ from keras_tp.distribution import variable_origin
 from keras_tp.distribution.variable_origin import scope_of
 
 
-class _Checking(threading.local):
-    """Whether this thread is checking a model."""
+class _State(threading.local):
+    # Whether this thread is checking a model.
+    is_checking = False
 
-    now = False
 
-
-_checking = _Checking()
+_state = _State()
 
 
 def distribution_of(layer):
     """Returns the distribution that a layer or model belongs to.
 
     It is the distribution that its weights were made under or, if it has no
-    weights yet, the distribution that the layer was made under.
-
-    Args:
-        layer: A Keras layer or model.
-
-    Returns:
-        A `Distribution`; `None` if no distribution was set then.
+    weights yet, the distribution that the layer was made under; `None` if none
+    was set then.
 
     Raises:
         ValueError: if a model's weights were made under several
@@ -62,9 +56,8 @@ def distribution_of(layer):
 def entered(model):
     """Context in which a model's own distribution is the current one.
 
-    Args:
-        model: A Keras model. If it was made under no distribution and has no
-            weights yet, the current setting stays.
+    If the model was made under no distribution and has no weights yet, the
+    current setting stays.
 
     Raises:
         ValueError: if the weights were made under no distribution and one is
@@ -94,19 +87,21 @@ def check_model(model):
     later. A model is checked again if more of it has been built since.
     """
     current = distribution()
-    if current is None or not hasattr(current, "check_model"):
+    if (
+        # Keras's own distributions have no checks.
+        not hasattr(current, "check_model")
+        or _state.is_checking
+        or not may_move()
+        or not model.weights
+        or not current.can_check(model)
+        or _is_checked(model)
+    ):
         return
-    if _checking.now or not may_move() or not model.weights:
-        return
-    if not current.can_check(model):
-        return
-    if _is_checked(model):
-        return
-    _checking.now = True
+    _state.is_checking = True
     try:
         current.check_model(model)
     finally:
-        _checking.now = False
+        _state.is_checking = False
     vars(model)["_checked_distribution"] = current, len(model.weights)
 
 
@@ -147,7 +142,9 @@ def adopt_state(model):
     current = distribution()
     if current is None:
         return
-    for variable, role in state_of(model):
+    for variable, role in variables_of(model):
+        if role == variable_origin.WEIGHT:
+            continue
         if variable._layout is None and variable._value is not None:
             variable._origin = variable_origin.Origin(role, None, current)
             backend.distribution_lib.relayout_variable(
@@ -155,25 +152,31 @@ def adopt_state(model):
             )
 
 
-def state_of(model):
-    """Yields `(variable, role)` for a model's state other than weights."""
-    weights = {id(variable) for variable in model.weights}
-    for variable in model.variables:
-        if id(variable) not in weights:
-            yield variable, variable_origin.SEED
-    # KerasHub's sampler draws the tokens that `generate` returns.
-    for variable in getattr(getattr(model, "sampler", None), "variables", ()):
-        yield variable, variable_origin.SEED
-    for variable in model.metrics_variables:
-        yield variable, variable_origin.METRIC
-    if getattr(model, "optimizer", None) is not None:
-        for variable in model.optimizer.variables:
-            yield variable, variable_origin.SLOT
+def variables_of(model):
+    """Yields `(variable, role)` for each weight, and then all other state."""
+    groups = (
+        (variable_origin.WEIGHT, model.weights),
+        (variable_origin.SEED, model.variables),
+        # KerasHub's sampler draws the tokens that `generate` returns.
+        (variable_origin.SEED, _variables_in(model, "sampler")),
+        (variable_origin.METRIC, model.metrics_variables),
+        (variable_origin.SLOT, _variables_in(model, "optimizer")),
+    )
+    seen = set()
+    for role, variables in groups:
+        for variable in variables:
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                yield variable, role
+
+
+def _variables_in(model, attribute):
+    return getattr(getattr(model, attribute, None), "variables", ())
 
 
 def plan_model_with(variable):
     """Plans the outermost complete model that has a variable."""
-    if _checking.now or not may_move():
+    if _state.is_checking or not may_move():
         return
     if not _complete_models_with(variable):
         return
@@ -184,8 +187,10 @@ def plan_model_with(variable):
     parts = {
         id(part)
         for model in found
-        for part in (*model._flatten_layers(include_self=False), _inner(model))
+        for part in model._flatten_layers(include_self=False)
     }
+    # A `Sequential` does not list the `Functional` that it keeps.
+    parts |= {id(getattr(model, "_functional", None)) for model in found}
     for model in found:
         if id(model) not in parts:
             with entered(model):
@@ -196,30 +201,16 @@ def _complete_models_with(variable):
     return [
         model
         for model in variable_origin.live_models()
-        if _is_made(model)
+        # Keras sets this attribute at the end of `__init__`.
+        if "_parent_path" in vars(model)
         and any(v is variable for v in model.weights)
         and is_complete(model)
     ]
 
 
-def _is_made(model):
-    """Returns whether `__init__` of a model has finished."""
-    return "_parent_path" in vars(model)
-
-
-def _inner(model):
-    """Returns the `Functional` that a `Sequential` keeps, or `None`."""
-    return getattr(model, "_functional", None)
-
-
 def forget_functions(layer):
     """Drops functions compiled for other layouts or other variables."""
-    for name in (
-        "train_function",
-        "test_function",
-        "predict_function",
-        # Of KerasHub.
-        "generate_function",
-    ):
-        if hasattr(layer, name):
-            setattr(layer, name, None)
+    # KerasHub's models generate text.
+    for kind in ("train", "test", "predict", "generate"):
+        if hasattr(layer, f"{kind}_function"):
+            setattr(layer, f"{kind}_function", None)

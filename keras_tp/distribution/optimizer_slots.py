@@ -1,50 +1,42 @@
 """Layouts of optimizer slots, derived from their variables' layouts."""
 
-import functools
-
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from keras_tp import backend
+from keras_tp.backend import hooks
 from keras_tp.distribution import variable_origin
 from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import axis_names
 from keras_tp.distribution.tensor_layout import axis_size
+from keras_tp.distribution.tensor_layout import split_largest_dim
 
 
-def lay_out_factors(original):
+@hooks.around
+def lay_out_factors(original, self, var_list):
     """Wraps `Adafactor.build`, whose factors Keras makes without a layout."""
-
-    @functools.wraps(original)
-    def build(self, var_list):
-        original(self, var_list)
-        for slot, variable, dims in slots_of(self):
-            layout = variable._layout
-            if layout is not None and len(dims) < len(variable.shape):
-                own = variable_origin.origin_of(variable).distribution
-                backend.distribution_lib.relayout_variable(
-                    slot, slot_layout(layout, slot.shape, dims, own)
-                )
-
-    return build
+    original(self, var_list)
+    for slot, variable, dims in slots_of(self):
+        layout = variable._layout
+        if layout is not None and len(dims) < len(variable.shape):
+            own = variable_origin.origin_of(variable).distribution
+            backend.distribution_lib.relayout_variable(
+                slot, slot_layout(layout, slot.shape, dims, own)
+            )
 
 
-def lay_out_slots(original):
+@hooks.around
+def lay_out_slots(original, self, /, reference_variable, *args, **kwargs):
     """Wraps `add_variable_from_reference`, to split slots further."""
-
-    @functools.wraps(original)
-    def add_variable_from_reference(self, reference_variable, *args, **kwargs):
-        layout = getattr(reference_variable, "_layout", None)
-        if layout is None:
-            return original(self, reference_variable, *args, **kwargs)
-        note_slot_layout(reference_variable)
-        # Keras gives this layout to the slot.
-        reference_variable._layout = reference_variable._slot_layout or layout
-        try:
-            return original(self, reference_variable, *args, **kwargs)
-        finally:
-            reference_variable._layout = layout
-
-    return add_variable_from_reference
+    layout = getattr(reference_variable, "_layout", None)
+    if layout is None:
+        return original(self, reference_variable, *args, **kwargs)
+    note_slot_layout(reference_variable)
+    # Keras gives this layout to the slot.
+    reference_variable._layout = reference_variable._slot_layout or layout
+    try:
+        return original(self, reference_variable, *args, **kwargs)
+    finally:
+        reference_variable._layout = layout
 
 
 def note_slot_layout(variable):
@@ -64,28 +56,16 @@ def slots_of(optimizer):
     """Yields `(slot, variable, dims)` for the slots of an optimizer.
 
     Keras's optimizers keep each kind of slot in a list, in the order of the
-    variables they were built for.
-
-    Args:
-        optimizer: A Keras optimizer. Optimizers inside it are included.
-
-    Yields:
-        The slot, the model's variable, and the dims of the variable that the
-        slot has: all of them, unless the slot is factored.
+    variables they were built for. A slot has all dims of its variable, unless
+    it is factored. Optimizers inside the optimizer are included.
     """
     variables = getattr(optimizer, "_trainable_variables", None) or []
     inner = []
     for name, value in vars(optimizer).items():
-        if isinstance(value, BaseOptimizer):
-            inner.append(value)
-        elif not isinstance(value, (list, tuple)):
-            continue
-        elif value and all(isinstance(v, BaseOptimizer) for v in value):
-            inner.extend(value)
-        elif len(value) == len(variables) and name not in (
-            "_variables",
-            "_trainable_variables",
-        ):
+        listed = value if isinstance(value, (list, tuple)) else [value]
+        inner += [v for v in listed if isinstance(v, BaseOptimizer)]
+        is_own = name in ("_variables", "_trainable_variables")
+        if listed is value and len(value) == len(variables) and not is_own:
             for slot, variable in zip(value, variables):
                 dims = _kept_dims(name, slot, variable)
                 if dims:
@@ -103,32 +83,23 @@ def slot_layout(layout, shape, dims, distribution):
     optimizer (ZeRO-1, Rajbhandari et al. 2020, section 5), the largest
     replicated dim that divides evenly is split over the batch axis.
 
-    Args:
-        layout: `TensorLayout` of the variable.
-        shape: Tuple of ints, the shape of the slot.
-        dims: Sequence of ints, the dims of the variable that the slot has.
-        distribution: `Distribution` of the variable.
+    `shape` is that of the slot, `dims` the dims of the variable that it has,
+    and `distribution` the one of the variable.
     """
     mesh = layout.device_mesh
     axes = [layout.axes[dim] for dim in dims]
     batch = getattr(distribution, "batch_dim_name", None)
     used = [name for axis in axes for name in axis_names(axis)]
-    if getattr(distribution, "shard_optimizer", False) and batch not in used:
-        count = axis_size(mesh, batch)
-        free = [
-            dim
-            for dim, size in enumerate(shape)
-            if axes[dim] is None and size and size % count == 0
-        ]
-        if free and count > 1:
-            axes[max(free, key=lambda dim: shape[dim])] = batch
+    is_sharded = getattr(distribution, "shard_optimizer", False)
+    if is_sharded and batch not in used and axis_size(mesh, batch) > 1:
+        axes = split_largest_dim(axes, shape, batch, mesh)
     return TensorLayout(axes, mesh)
 
 
 def _kept_dims(name, slot, variable):
+    whole = tuple(range(len(variable.shape)))
     if not hasattr(slot, "_layout"):
         return ()
-    whole = tuple(range(len(variable.shape)))
     if slot.shape == variable.shape:
         return whole
     # By name, because the factors of a square kernel have equal shapes.

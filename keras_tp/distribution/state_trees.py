@@ -7,12 +7,12 @@ rest of the path; a value without a match is an error.
 """
 
 import collections
-import functools
 import re
 import warnings
 
 from keras.src import optimizers
 
+from keras_tp.backend import hooks
 from keras_tp.backend.saving import one_writer
 
 _SEED = "seed_generator_state"
@@ -20,60 +20,55 @@ _WEIGHTS = ("trainable_variables", "non_trainable_variables")
 _loading = []
 
 
-def load_whole(original):
+@hooks.around
+def load_whole(original, /, *args, **kwargs):
     """Wraps the loading of Orbax checkpoints: every variable needs a value."""
-
-    @functools.wraps(original)
-    def _load_model_from_orbax_checkpoint(*args, **kwargs):
-        _loading.append(True)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _loading.pop()
-
-    return _load_model_from_orbax_checkpoint
+    _loading.append(True)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _loading.pop()
 
 
-def match_paths(original):
+@hooks.around
+def match_paths(original, self, state_tree):
     """Wraps `Model.set_state_tree`: paths may differ in names and numbers."""
-
-    @functools.wraps(original)
-    def set_state_tree(self, state_tree):
-        if not one_writer.has_a_layout(self):
-            return original(self, state_tree)
-        found = {}
-        for kind, tree in state_tree.items():
-            values = self._flatten_nested_dict(tree)
-            found[kind] = _by_own_path(self, kind, values)
-        return original(self, found)
-
-    return set_state_tree
+    if not one_writer.has_a_layout(self):
+        return original(self, state_tree)
+    found = {
+        kind: _by_own_path(self, kind, self._flatten_nested_dict(tree))
+        for kind, tree in state_tree.items()
+    }
+    return original(self, found)
 
 
 def _by_own_path(model, kind, values):
     """Returns a dict of the paths of a model's own variables to values."""
-    if kind == "optimizer_variables":
-        variables = getattr(model.optimizer, "variables", [])
-    else:
-        variables = getattr(model, kind, [])
+    is_optimizer = kind == "optimizer_variables"
+    owner, name = (
+        (model.optimizer, "variables") if is_optimizer else (model, kind)
+    )
+    variables = getattr(owner, name, [])
     shapes = {v.path: tuple(v.shape) for v in variables}
-    if kind not in (*_WEIGHTS, "optimizer_variables") or not shapes:
-        # Metrics are made when they are needed.
+    # Metrics are made when they are needed.
+    is_known = is_optimizer or kind in _WEIGHTS
+    if not is_known or not shapes or len(shapes) != len(variables):
         return values
-    if len(shapes) != len(variables):
-        return values
-    if kind == "optimizer_variables" and len(values) > len(shapes):
+    if is_optimizer and len(values) > len(shapes):
         warnings.warn(
             f"The optimizer has {len(shapes)} variables and the checkpoint "
             f"{len(values)}: its state is not loaded. Build the optimizer "
             "before: `model.optimizer.build(model.trainable_variables)`.",
-            stacklevel=4,
+            stacklevel=5,
         )
         return {}
-    is_optimizer = kind == "optimizer_variables" and len(values) < len(shapes)
-    if is_optimizer and set(values) == _made_at_once(model):
-        # The optimizer was not built yet when it was saved: it had no slots.
-        return values
+    if is_optimizer and len(values) < len(shapes):
+        # The optimizer had no slots if it was saved before it was built.
+        config = optimizers.serialize(model.optimizer)
+        if set(values) == {
+            v.path for v in optimizers.deserialize(config).variables
+        }:
+            return values
     found = {}
     for is_seed in (False, True):
         part = {p: x for p, x in values.items() if p.endswith(_SEED) == is_seed}
@@ -101,12 +96,6 @@ def _by_own_path(model, kind, values):
     return found
 
 
-def _made_at_once(model):
-    """Returns the paths of an optimizer's variables before it is built."""
-    config = optimizers.serialize(model.optimizer)
-    return {v.path for v in optimizers.deserialize(config).variables}
-
-
 def _pairs(kind, given, own):
     """Returns a dict of each path of a model to the path in the checkpoint.
 
@@ -131,11 +120,7 @@ def _pairs(kind, given, own):
 
 
 def _grouped(paths, start):
-    """Groups paths that differ only in the numbers in their names.
-
-    Returns:
-        Dict of the path without numbers to the paths, in numeric order.
-    """
+    """Returns a dict of path without numbers to its paths, in their order."""
     found = collections.defaultdict(list)
     for path in paths:
         numbers, rest = [], []
@@ -156,13 +141,13 @@ def _prefixes(given, own):
     """Yields pairs of prefixes, to remove from a model's paths and to add."""
     yield "", ""
     longest = max(own, key=len, default="")
-    for key in given:
-        if key.endswith(longest):
-            yield "", key.removesuffix(longest)
+    yield from (
+        ("", k.removesuffix(longest)) for k in given if k.endswith(longest)
+    )
     longest = max(given, key=len, default="")
-    for key in own:
-        if key.endswith(longest):
-            yield key.removesuffix(longest), ""
+    yield from (
+        (k.removesuffix(longest), "") for k in own if k.endswith(longest)
+    )
 
 
 def _changed(key, removed, added):

@@ -14,6 +14,8 @@ from keras.src.models.model import Model
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import SeedGenerator
 
+from keras_tp.backend import hooks
+
 WEIGHT = "weight"
 SLOT = "slot"
 METRIC = "metric"
@@ -52,20 +54,18 @@ def origin_of(variable):
 
 def current_origin():
     """Returns the `Origin` that a variable made now would have."""
-    callers = [(scope.name, scope.caller) for scope in _name_scopes()]
     role = WEIGHT
     for kind, name in _ROLES:
-        if any(isinstance(caller, kind) for _, caller in callers):
+        if any(isinstance(scope.caller, kind) for scope in _name_scopes()):
             role = name
     return Origin(role, current_root(), distribution())
 
 
 def current_root():
     """Returns the model name that begins the current path, or `None`."""
-    scopes = _name_scopes()
-    # A scope with an absolute parent path starts a new path.
-    path = []
+    scopes, path = _name_scopes(), []
     for scope in scopes:
+        # A scope with an absolute parent path starts a new path.
         if scope.override_parent is not None:
             path = [part for part in scope.override_parent.split("/") if part]
         path.append(scope.name)
@@ -75,14 +75,11 @@ def current_root():
     return None
 
 
-def note_origin(original):
+@hooks.around
+def note_origin(original, self, /, *args, **kwargs):
     """Wraps `Variable.__init__` so that each variable carries its `Origin`."""
-
-    def __init__(self, *args, **kwargs):
-        self._origin = current_origin()
-        original(self, *args, **kwargs)
-
-    return __init__
+    self._origin = current_origin()
+    original(self, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -97,14 +94,7 @@ def scope_of(value):
 
 
 def made_under(layer):
-    """Returns the distribution that was set when a layer was made.
-
-    Args:
-        layer: A Keras layer or model, built or not.
-
-    Returns:
-        A `Distribution`, or `None`.
-    """
+    """Returns the distribution, or `None`, that a layer was made under."""
     return vars(layer).get("_made_under")
 
 
@@ -119,23 +109,19 @@ def live_models():
     return [model for _, model in sorted(_models.items(), key=lambda m: m[0])]
 
 
-def note_layer(original):
+@hooks.around
+def note_layer(original, cls, /, *args, **kwargs):
     """Wraps `Layer.__new__`: a layer is built under its own distribution.
 
     A layer may be built long after the scope in which it was made.
     """
-
-    @functools.wraps(original)
-    def __new__(cls, *args, **kwargs):
-        layer = original(cls, *args, **kwargs)
-        if isinstance(layer, Model):
-            _models[next(_numbers)] = layer
-        if distribution() is not None:
-            vars(layer)["_made_under"] = distribution()
-            layer.build = _build_under_own(layer, layer.build)
-        return layer
-
-    return __new__
+    layer = original(cls, *args, **kwargs)
+    if isinstance(layer, Model):
+        _models[next(_numbers)] = layer
+    if distribution() is not None:
+        vars(layer)["_made_under"] = distribution()
+        layer.build = _build_under_own(layer, layer.build)
+    return layer
 
 
 def _build_under_own(layer, build):

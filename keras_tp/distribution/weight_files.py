@@ -1,7 +1,6 @@
 """Checks that a file fits a model before the model changes."""
 
 import contextlib
-import functools
 import struct
 import warnings
 import zipfile
@@ -14,6 +13,7 @@ from keras.src.backend.common.stateless_scope import StatelessScope
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend import hooks
 from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import one_writer
 
@@ -70,28 +70,24 @@ def _kind(dtype):
     )
 
 
-def check_before_loading(original):
+@hooks.around
+def check_before_loading(original, /, model, filepath, *args, **kwargs):
     """Wraps `saving_lib.load_weights_only` with a pass that assigns nothing.
 
     The pass reads the whole file, one value at a time, and compares each value
     with its variable.
     """
-
-    @functools.wraps(original)
-    def load_weights_only(model, filepath, *args, **kwargs):
-        if all(variable._layout is None for variable in model.variables):
-            return original(model, filepath, *args, **kwargs)
-        with _errors_name(filepath, "The model is unchanged."):
-            with warnings.catch_warnings():
-                # The real pass below gives the same warnings.
-                warnings.simplefilter("ignore")
-                with one_writer.checking(filepath) as last_read:
-                    with _DryRun(last_read) as run:
-                        original(model, filepath, *args, **kwargs)
-        _warn_of_conversions(filepath, run.converted)
+    if all(variable._layout is None for variable in model.variables):
         return original(model, filepath, *args, **kwargs)
-
-    return load_weights_only
+    with _errors_name(filepath, "The model is unchanged."):
+        with warnings.catch_warnings():
+            # The real pass below gives the same warnings.
+            warnings.simplefilter("ignore")
+            with one_writer.checking(filepath) as last_read:
+                with _DryRun(last_read) as run:
+                    original(model, filepath, *args, **kwargs)
+    _warn_of_conversions(filepath, run.converted)
+    return original(model, filepath, *args, **kwargs)
 
 
 def _warn_of_conversions(filepath, converted):
@@ -100,44 +96,36 @@ def _warn_of_conversions(filepath, converted):
             f"{len(converted)} variables have another dtype in the file "
             f"{str(filepath)!r}, and are converted. The first is {path!r}: "
             f"saved as {saved}, now {held}.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
-def outside_of_the_pass(original):
+@hooks.around
+def outside_of_the_pass(original, obj_type):
     """Wraps `saving_lib.get_attr_skipset` to leave the pass meanwhile.
 
     It makes sample objects, whose variables must not be made in the pass.
     """
-
-    @functools.wraps(original)
-    def get_attr_skipset(obj_type):
-        scope = get_stateless_scope()
-        if not isinstance(scope, _DryRun):
-            return original(obj_type)
-        global_state.set_global_attribute("stateless_scope", None)
-        try:
-            return original(obj_type)
-        finally:
-            global_state.set_global_attribute("stateless_scope", scope)
-
-    return get_attr_skipset
+    scope = get_stateless_scope()
+    if not isinstance(scope, _DryRun):
+        return original(obj_type)
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        return original(obj_type)
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)
 
 
-def name_file(original):
+@hooks.around
+def name_file(original, /, filepath, *args, **kwargs):
     """Wraps a function that loads a model, so that its errors name the file."""
-
-    @functools.wraps(original)
-    def load_model(filepath, *args, **kwargs):
-        if distribution() is None or isinstance(filepath, h5py.File):
-            return original(filepath, *args, **kwargs)
-        with (
-            _errors_name(filepath, "No model was made."),
-            one_writer.checking(filepath),
-        ):
-            return original(filepath, *args, **kwargs)
-
-    return load_model
+    if distribution() is None or isinstance(filepath, h5py.File):
+        return original(filepath, *args, **kwargs)
+    with (
+        _errors_name(filepath, "No model was made."),
+        one_writer.checking(filepath),
+    ):
+        return original(filepath, *args, **kwargs)
 
 
 @contextlib.contextmanager
