@@ -2,7 +2,7 @@
 
 The layers are written by hand, in parts with a leading device dim and real
 collectives between them. A fault is planted in this process; the child that
-trains the twin imports the module without any.
+trains the reference imports the module without any.
 """
 
 import functools
@@ -234,7 +234,7 @@ def data():
 
 
 def verified(shape, optimizer="sgd"):
-    """The report of `verify`; the twin of each kind is trained once."""
+    """The report of `verify`; the reference of each kind is trained once."""
     return dist.verify(
         functools.partial(build, shape[1], optimizer),
         harness.model_parallel(LAYOUTS, shape),
@@ -244,21 +244,21 @@ def verified(shape, optimizer="sgd"):
 
 
 @pytest.fixture(autouse=True)
-def one_twin(monkeypatch):
+def one_reference(monkeypatch):
     """A child is started for the first of equal calls only."""
-    train = verification._train_twin
+    train = verification._train_reference
 
     def train_once(build_fn, *arguments):
         key = build_fn.args, arguments[2:]
-        if key not in _twins:
-            _twins[key] = train(build_fn, *arguments)
-        return _twins[key]
+        if key not in _references:
+            _references[key] = train(build_fn, *arguments)
+        return _references[key]
 
-    monkeypatch.setattr(verification, "_train_twin", train_once)
+    monkeypatch.setattr(verification, "_train_reference", train_once)
     monkeypatch.setattr("integration_tests.faults_test.planted", None)
 
 
-_twins = {}
+_references = {}
 
 
 @SHAPES

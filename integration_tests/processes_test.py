@@ -308,7 +308,7 @@ if __name__ == "__main__":
 
 
 def test_a_model_is_verified(tmp_path):
-    """One process trains the twin; all train the model."""
+    """One process trains the reference; all train the model."""
     script = tmp_path / "verified.py"
     script.write_text(VERIFIED)
     result = launch(script)

@@ -35,12 +35,7 @@ _PROCESS_VARIABLES = (
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
 
 
-class Run(
-    collections.namedtuple(
-        "Run",
-        ["weights", "outputs", "slots", "losses", "values"],
-    )
-):
+class Run(collections.namedtuple("Run", "weights outputs slots losses values")):
     """The results of a few training steps. All arrays are NumPy arrays.
 
     Args:
@@ -62,17 +57,8 @@ class Weight(collections.namedtuple("Weight", ["path", "layer", "trainable"])):
 def train(build_fn, x, y, steps, batch_size, seed):
     """Builds a model under the current distribution, and trains it.
 
-    Args:
-        build_fn: Callable that returns a compiled model.
-        x: Inputs, a structure of arrays.
-        y: Targets, a structure of arrays.
-        steps: Int, number of training steps. Batches follow each other and
-            start again at the end of the data.
-        batch_size: Int.
-        seed: Int, set before the model is built and before it is trained.
-
-    Returns:
-        A `Run`.
+    Returns a `Run`. The arguments are those of `verify`; the seed is set
+    before the model is built and before it is trained.
     """
     keras.utils.set_random_seed(seed)
     model = build_fn()
@@ -99,11 +85,9 @@ def train(build_fn, x, y, steps, batch_size, seed):
 
 
 def sent(result):
-    """Restores the result of a child that was sent to other processes.
+    """Restores a `Run` from the plain tuple that a message makes of it.
 
-    Args:
-        result: `Run`, or the plain tuple that a message makes of it, or an
-            exit code.
+    An exit code, of a child that failed, is returned unchanged.
     """
     if not isinstance(result, tuple):
         return result
@@ -112,11 +96,7 @@ def sent(result):
 
 
 class Child:
-    """A child process without a distribution, which trains the same model.
-
-    Args:
-        *arguments: The arguments of `train`.
-    """
+    """A child process without a distribution, which calls `train`."""
 
     def __init__(self, *arguments):
         # A fork would share the threads and devices of the frameworks.
@@ -142,13 +122,12 @@ class Child:
     def result(self):
         """Returns the child's `Run`, or its exit code if there is none."""
         try:
-            return self._receiver.recv()
+            result = self._receiver.recv()
         except EOFError:
-            self._process.join()
-            return self._process.exitcode
-        finally:
-            self._process.join()
-            self._receiver.close()
+            result = None
+        self._process.join()
+        self._receiver.close()
+        return self._process.exitcode if result is None else result
 
 
 def check_picklable(build_fn):
@@ -196,11 +175,9 @@ def _loss(logs):
 
 def _array(value):
     array = np.asarray(keras.ops.convert_to_numpy(value))
-    if array.dtype.kind not in "biuf":
-        # NumPy has no bfloat16 of its own.
-        array = array.astype("float32")
-    # A copy: a backend may share this memory, and write to it later.
-    return np.array(array)
+    # NumPy has no bfloat16 of its own. Else a copy: a backend may share this
+    # memory, and write to it later.
+    return np.array(array, None if array.dtype.kind in "biuf" else "float32")
 
 
 def _arrays(variables):
@@ -234,22 +211,18 @@ def _outputs_kept(model):
     Each layer object gets its own `call` meanwhile; no class is changed.
     """
     kept = []
-    watched = [(layer, vars(layer).get("call")) for layer in _observed(model)]
-    for layer, _ in watched:
-        vars(layer)["call"] = _watched(layer, kept)
-    try:
-        yield kept
-    finally:
-        for layer, before in watched:
-            if before is None:
-                del vars(layer)["call"]
+    with contextlib.ExitStack() as stack:
+        for layer in _observed(model):
+            own = vars(layer)
+            if "call" in own:
+                stack.callback(own.__setitem__, "call", own["call"])
             else:
-                vars(layer)["call"] = before
+                stack.callback(own.__delitem__, "call")
+            own["call"] = _watched(layer, layer.call, kept)
+        yield kept
 
 
-def _watched(layer, kept):
-    call = layer.call
-
+def _watched(layer, call, kept):
     @functools.wraps(call)
     def watched_call(*args, **kwargs):
         outputs = call(*args, **kwargs)

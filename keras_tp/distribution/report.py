@@ -1,13 +1,14 @@
 """Reports the bytes of a model on each device, and its collectives."""
 
 import collections
-import io
 
 from keras.src.distribution.distribution_lib import distribution as current
 
 from keras_tp import backend
 from keras_tp.distribution import model_state
+from keras_tp.distribution import tables
 from keras_tp.distribution import variable_origin
+from keras_tp.distribution.derived_variables import own_variables
 from keras_tp.distribution.layout_map import variable_bytes
 from keras_tp.distribution.tensor_layout import format_bytes
 
@@ -15,16 +16,7 @@ from keras_tp.distribution.tensor_layout import format_bytes
 class VariableReport(
     collections.namedtuple(
         "VariableReport",
-        [
-            "path",
-            "role",
-            "shape",
-            "dtype",
-            "axes",
-            "bytes",
-            "device_bytes",
-            "why",
-        ],
+        "path role shape dtype axes bytes device_bytes why",
     )
 ):
     """One row of a `ShardingReport`.
@@ -71,12 +63,10 @@ class ShardingReport:
         self.rows = rows
         self.total_bytes = sum(row.bytes for row in rows)
         self.split_bytes = sum(row.bytes for row in rows if row.is_split)
-        self.device_bytes = dict(
-            sum(
-                (collections.Counter(row.device_bytes) for row in rows),
-                collections.Counter(),
-            )
-        )
+        counted = collections.Counter()
+        for row in rows:
+            counted.update(row.device_bytes)
+        self.device_bytes = dict(counted)
         self.replicated = [row for row in rows if not row.is_split]
 
     def __getitem__(self, path):
@@ -104,36 +94,33 @@ class ShardingReport:
         )
 
     def __str__(self):
-        # Imported late: only a printed report needs it.
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=f"Sharding of {self.model_name}")
-        for heading in ("variable", "role", "shape", "layout"):
-            table.add_column(heading, overflow="fold")
-        for heading in ("size", "per device"):
-            table.add_column(heading, justify="right")
-        table.add_column("whole because", overflow="fold")
-        for row in self.rows:
-            largest = max(row.device_bytes.values(), default=0)
-            table.add_row(
+        columns = {
+            **dict.fromkeys(
+                ("variable", "role", "shape", "layout"), tables.FOLD
+            ),
+            **dict.fromkeys(("size", "per device"), tables.RIGHT),
+            "whole because": tables.FOLD,
+        }
+        rows = [
+            (
                 row.path,
                 row.role,
                 str(row.shape),
                 "one device" if row.axes is None else str(row.axes),
                 format_bytes(row.bytes),
-                format_bytes(largest),
+                format_bytes(max(row.device_bytes.values(), default=0)),
                 row.why,
             )
-        text = io.StringIO()
-        console = Console(file=text, width=120)
-        console.print(table)
-        for device, held in sorted(self.device_bytes.items()):
-            console.print(
-                f"{device}: {format_bytes(held)} of "
-                f"{format_bytes(self.total_bytes)}"
-            )
-        return text.getvalue().rstrip()
+            for row in self.rows
+        ]
+        total = format_bytes(self.total_bytes)
+        return tables.text_of(
+            (f"Sharding of {self.model_name}", columns, rows),
+            *(
+                f"{device}: {format_bytes(held)} of {total}"
+                for device, held in sorted(self.device_bytes.items())
+            ),
+        )
 
 
 def describe(model):
@@ -162,24 +149,13 @@ def describe(model):
     lib = backend.distribution_lib
     distribution = model_state.distribution_of(model)
     _meet(distribution, "`describe`")
-    variables = [
-        (variable, variable_origin.WEIGHT) for variable in model.weights
-    ]
-    variables += model_state.state_of(model)
     layers = {
         id(variable): layer
         for layer in model._flatten_layers()
-        for variable in (
-            *layer._trainable_variables,
-            *layer._non_trainable_variables,
-        )
+        for variable in own_variables(layer)
     }
     rows = []
-    seen = set()
-    for variable, role in variables:
-        if id(variable) in seen:
-            continue
-        seen.add(id(variable))
+    for variable, role in model_state.variables_of(model):
         axes = lib.variable_axes(variable)
         rows.append(
             VariableReport(
@@ -201,9 +177,10 @@ def describe(model):
 def count_collectives(model, x, y=None):
     """Counts the collectives in one step of a model.
 
-    The counts are of the compiled program (JAX) or of a step that is run
-    (TensorFlow, torch); they are not predicted. Weights, slots, metrics and
-    random state keep their values, and layers that are not built are built. A
+    The counts are of the compiled program (JAX) or of a step that is run and
+    then undone (TensorFlow, torch); they are not predicted. Weights, slots,
+    metrics and random state keep their values, and layers that are not built
+    are built. A
     collective: in a run of several processes, every process must call this.
 
     Example:
@@ -246,25 +223,25 @@ def _meet(distribution, what):
 
 def _why_gathered(variable, layers):
     layer = layers.get(id(variable))
-    if layer is None:
-        return ""
-    return backend.distribution_lib.why_gathered(variable, layer)
+    lib = backend.distribution_lib
+    return "" if layer is None else lib.why_gathered(variable, layer)
+
+
+_WHY_REPLICATED = {
+    variable_origin.SLOT: "its variable is replicated, or it is a counter",
+    variable_origin.METRIC: "metrics are replicated",
+    variable_origin.SEED: "random state is replicated",
+}
 
 
 def _why_replicated(variable, role, axes, distribution):
     if axes is None:
         return "no distribution"
-    if role != variable_origin.WEIGHT:
-        return {
-            variable_origin.SLOT: (
-                "its variable is replicated, or it is a counter"
-            ),
-            variable_origin.METRIC: "metrics are replicated",
-            variable_origin.SEED: "random state is replicated",
-        }[role]
-    follows = variable_origin.origin_of(variable).follows
-    if follows is not None:
-        return follows
+    if role in _WHY_REPLICATED:
+        return _WHY_REPLICATED[role]
+    origin = variable_origin.origin_of(variable)
+    if origin.follows is not None:
+        return origin.follows
     if hasattr(distribution, "why_replicated"):
         return distribution.why_replicated(variable)
     layout_map = getattr(distribution, "_layout_map", None)
@@ -272,9 +249,9 @@ def _why_replicated(variable, role, axes, distribution):
         return "data parallelism replicates variables"
     if not variable.shape:
         return "a scalar"
-    pattern = getattr(layout_map, "pattern_for", lambda *_: None)(
-        variable.path, variable_origin.origin_of(variable).root
-    )
+    # Keras's own LayoutMap does not say which pattern matches.
+    find = getattr(layout_map, "pattern_for", lambda *_: None)
+    pattern = find(variable.path, origin.root)
     if pattern is None:
         return "no pattern matches"
     return f"the layout of {pattern!r} says so"

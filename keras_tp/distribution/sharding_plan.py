@@ -12,13 +12,13 @@ from keras_tp.distribution.device_mesh import DeviceMesh
 from keras_tp.distribution.distribution_lib import list_devices
 from keras_tp.distribution.layout_map import LayoutMap
 from keras_tp.distribution.planning import cost
-from keras_tp.distribution.planning import page
 from keras_tp.distribution.planning import plan_file
-from keras_tp.distribution.planning import plan_rows
-from keras_tp.distribution.planning import plan_table
+from keras_tp.distribution.planning import plan_text
 from keras_tp.distribution.planning import planner
 from keras_tp.distribution.planning import trace
+from keras_tp.distribution.tensor_layout import axis_names
 from keras_tp.distribution.tensor_layout import axis_size
+from keras_tp.distribution.tensor_layout import axis_sizes
 from keras_tp.distribution.tensor_layout import format_bytes
 
 
@@ -188,10 +188,7 @@ class ShardingPlan:
     def device_bytes(self, row, dtype=None):
         """Returns the bytes of a `PlannedVariable` on one device.
 
-        Args:
-            row: `PlannedVariable`.
-            dtype: String, dtype to store a floating-point variable in instead
-                of its own. Defaults to `None`.
+        `dtype` replaces the dtype of a floating-point variable.
         """
         item = cost.item_bytes(row.dtype)
         if dtype is not None and "float" in row.dtype:
@@ -215,10 +212,8 @@ class ShardingPlan:
         """
         found = {}
         for path in {**self._by_path, **other._by_path}:
-            mine, theirs = (
-                (row.axes, row.blocks) if row else None
-                for row in (self._by_path.get(path), other._by_path.get(path))
-            )
+            rows = self._by_path.get(path), other._by_path.get(path)
+            mine, theirs = (row and (row.axes, row.blocks) for row in rows)
             if mine != theirs:
                 found[path] = mine, theirs
         return found
@@ -242,7 +237,7 @@ class ShardingPlan:
                 layout = layout_map.layout_for(row.path, root)
             else:
                 layout = layout_map[row.path]
-            theirs = tuple(layout.axes) if layout is not None else ()
+            theirs = () if layout is None else tuple(layout.axes)
             theirs = theirs or (None,) * len(row.shape)
             message = self._comparison(row, theirs)
             if message:
@@ -256,17 +251,13 @@ class ShardingPlan:
             )
         count = axis_size(self.device_mesh, self.axis)
         for dim, axis in enumerate(theirs):
-            names = (axis,) if isinstance(axis, str) else axis or ()
-            if self.axis not in names or row.layout_axes[dim] == axis:
+            mine, why = row.layout_axes, row.obstacles[dim]
+            if self.axis not in axis_names(axis) or mine[dim] == axis:
                 continue
             if row.shape[dim] % count:
                 return f"dim {dim} is split and does not divide by {count}"
-            if row.obstacles[dim]:
-                return (
-                    f"dim {dim} is split, which communicates: "
-                    + (row.obstacles[dim])
-                )
-            mine = row.layout_axes
+            if why:
+                return f"dim {dim} is split, which communicates: {why}"
             return f"dim {dim} is split, the plan has {mine}: {row.why}"
         if row.is_split and not any(theirs):
             saved = row.nbytes - self.device_bytes(row)
@@ -280,13 +271,13 @@ class ShardingPlan:
 
     def summary(self):
         """Returns a table: path, shape, layout, size on one device, why."""
-        return plan_table.text_of(self)
+        return plan_text.table(self)
 
     def __repr__(self):
-        mesh = dict(zip(self.device_mesh.axis_names, self.device_mesh.shape))
         return (
             f"<{self.__class__.__name__} model={self.model_name!r}, "
-            f"mesh={mesh}, {len(self.variables)} variables, "
+            f"mesh={axis_sizes(self.device_mesh)}, "
+            f"{len(self.variables)} variables, "
             f"{self.split_share:.1%} of the matrices split>"
         )
 
@@ -304,7 +295,7 @@ class ShardingPlan:
         Args:
             path: String or path-like, the file to write.
         """
-        _replace(path, page.page(self))
+        _replace(path, plan_text.page(self))
 
     def save(self, path):
         """Writes the plan to a file, with a digest; `load` reads it.
@@ -348,33 +339,19 @@ class ShardingPlan:
             ValueError: if the text is not a plan, or has another format (the
                 error names the field), or the mesh differs.
         """
-        data = plan_file.read(text)
-        shape = tuple(data["mesh"]["shape"])
-        names = list(data["mesh"]["axis_names"])
+        fields = plan_file.read(text)
+        mesh = fields.pop("device_mesh")
+        shape, names = tuple(mesh["shape"]), list(mesh["axis_names"])
         if device_mesh is None:
             device_mesh = _mesh_of_first_devices(shape, names)
-        if (tuple(device_mesh.shape), list(device_mesh.axis_names)) != (
-            shape,
-            names,
+        if tuple(device_mesh.shape) != shape or names != list(
+            device_mesh.axis_names
         ):
             raise ValueError(
                 f"The plan is for a mesh of shape {shape} with axes {names}. "
                 f"Received: device_mesh={device_mesh}"
             )
-        return cls(
-            model_name=data["model"],
-            device_mesh=device_mesh,
-            axis=data["axis"],
-            variables=[
-                plan_rows.variable_from_json(row) for row in data["variables"]
-            ],
-            reductions=[
-                plan_rows.reduction_from_json(row) for row in data["reductions"]
-            ],
-            activations=[cost.Size(*size) for size in data["activations"]],
-            split_outputs=[cost.Size(*size) for size in data["split_outputs"]],
-            without_rule=data["without_rule"],
-        )
+        return cls(device_mesh=device_mesh, **fields)
 
 
 def plan_sharding(

@@ -1,13 +1,13 @@
-"""Compares a distributed model with its twin on one device."""
+"""Compares a distributed model with a second model on one device."""
 
 import collections
-import io
 
 import numpy as np
 from keras import tree
 
 from keras_tp import backend
 from keras_tp.distribution import reference_run
+from keras_tp.distribution import tables
 from keras_tp.distribution.arguments import check_distribution
 from keras_tp.distribution.planning.trace import no_trace_left
 
@@ -29,11 +29,10 @@ FINAL = "final weights"
 
 class WeightDifference(
     collections.namedtuple(
-        "WeightDifference",
-        ["path", "layer", "difference", "compared", "size"],
+        "WeightDifference", "path layer difference compared size"
     )
 ):
-    """The difference of a weight from its twin's after the last step.
+    """The difference of a weight from the reference after the last step.
 
     Args:
         path: String.
@@ -94,35 +93,31 @@ class VerificationReport:
         )
 
     def __str__(self):
-        # Imported late: only a printed report needs it.
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=repr(self))
-        for heading in ("step", "one device", "distributed", "difference"):
-            table.add_column(heading, justify="right")
-        for step, (plain, own) in enumerate(self.losses, 1):
-            table.add_row(
+        steps = [
+            (
                 str(step),
                 f"{plain:.8g}",
                 f"{own:.8g}",
                 f"{_relative(own, plain):.2g}",
             )
-        weights = Table()
-        for heading in ("weight", "difference", "compared"):
-            weights.add_column(heading, overflow="fold")
-        furthest = sorted(self.weights, key=lambda w: -w.difference)
-        for weight in furthest[:10]:
-            weights.add_row(
-                weight.path,
-                f"{weight.difference:.2g}",
-                f"{weight.compared} of {weight.size}",
-            )
-        text = io.StringIO()
-        console = Console(file=text, width=120)
-        console.print(table)
-        console.print(weights)
-        return text.getvalue().rstrip()
+            for step, (plain, own) in enumerate(self.losses, 1)
+        ]
+        furthest = sorted(self.weights, key=lambda w: -w.difference)[:10]
+        weights = [
+            (w.path, f"{w.difference:.2g}", f"{w.compared} of {w.size}")
+            for w in furthest
+        ]
+        headings = "step", "one device", "distributed", "difference"
+        return tables.text_of(
+            (repr(self), dict.fromkeys(headings, tables.RIGHT), steps),
+            (
+                None,
+                dict.fromkeys(
+                    ("weight", "difference", "compared"), tables.FOLD
+                ),
+                weights,
+            ),
+        )
 
 
 def verify(
@@ -135,13 +130,14 @@ def verify(
     seed=0,
     rtol=1e-5,
 ):
-    """Trains a model under a distribution and its twin on one device.
+    """Trains a model under a distribution, and a second model on one device.
 
-    The twin is trained in a child process without a distribution, so that an
-    error in this process cannot reach it. The child imports the module that
-    defines `build_fn`. If that is the script itself, its other code must be
-    below `if __name__ == "__main__":`. On accelerators both processes need
-    memory (JAX: set `XLA_PYTHON_CLIENT_PREALLOCATE=false`).
+    The second model is the reference. It is trained in a child process without
+    a distribution, so that an error in this process cannot reach it. The child
+    imports the module that defines `build_fn`. If that is the script itself,
+    its other code must be below `if __name__ == "__main__":`. On accelerators
+    both processes need memory (JAX: set
+    `XLA_PYTHON_CLIENT_PREALLOCATE=false`).
 
     Both start with one forward pass in training mode, in which the outputs of
     each layer are recorded, and then take their steps. In a run of several
@@ -193,14 +189,14 @@ def verify(
     if batch_size is None:
         batch_size = len(tree.flatten(x)[0])
     arguments = (build_fn, x, y, steps, batch_size, seed)
-    reference = _train_twin(*arguments)
+    reference = _train_reference(*arguments)
     with no_trace_left(), distribution.scope():
         run = reference_run.train(*arguments)
     return compare(reference, run, rtol)
 
 
-def _train_twin(*arguments):
-    """Trains the twin in a child of the first process. A collective."""
+def _train_reference(*arguments):
+    """Trains a second model in a child of the first process. A collective."""
     lib = backend.distribution_lib
     child = reference_run.Child(*arguments) if lib.process_id() == 0 else None
     # Short collectives in a loop, because a long wait in one would time out.
@@ -221,18 +217,10 @@ def _train_twin(*arguments):
 
 
 def compare(reference, run, rtol):
-    """Compares two runs of one model.
-
-    Args:
-        reference: `reference_run.Run` on one device.
-        run: `reference_run.Run` under a distribution.
-        rtol: Float, the tolerance.
-
-    Returns:
-        A `VerificationReport`.
-    """
+    """Returns the `VerificationReport` of two runs of one model."""
     _check_alike(reference, run)
-    weights = _weight_differences(reference, run)
+    compared = _compared_elements(reference)
+    weights = _weight_differences(reference, run, compared)
     losses = list(zip(reference.losses, run.losses))
     outputs = [
         (path, max(map(_of_largest, arrays, expected), default=0.0))
@@ -247,7 +235,7 @@ def compare(reference, run, rtol):
         divergence = (
             _first_initial(reference, run, rtol)
             or _first_output(outputs, rtol)
-            or _first_update(reference, run, rtol)
+            or _first_update(reference, run, compared, rtol)
             or (max(weights, key=_nan_first).layer, FINAL)
         )
     return VerificationReport(rtol, losses, weights, outputs, divergence)
@@ -273,9 +261,8 @@ def _check_alike(reference, run):
         )
 
 
-def _weight_differences(reference, run):
+def _weight_differences(reference, run, compared):
     rows = []
-    compared = _compared_elements(reference)
     for weight, mask, a, b in zip(
         run.weights, compared, run.values[2], reference.values[2]
     ):
@@ -317,15 +304,19 @@ def _compared_elements(reference):
     return masks
 
 
-def _first_initial(reference, run, rtol):
+def _order_of(run):
+    """Returns a sort key of layers: the order of the forward pass."""
     order = {path: i for i, (path, _) in enumerate(run.outputs)}
+    return lambda layer: order.get(layer, len(order))
+
+
+def _first_initial(reference, run, rtol):
     wrong = [
         weight.layer
         for weight, a, b in zip(run.weights, run.values[0], reference.values[0])
         if not _of_largest(a, b) <= rtol
     ]
-    wrong.sort(key=lambda layer: order.get(layer, len(order)))
-    return (wrong[0], INITIAL) if wrong else None
+    return (min(wrong, key=_order_of(run)), INITIAL) if wrong else None
 
 
 def _first_output(outputs, rtol):
@@ -335,33 +326,27 @@ def _first_output(outputs, rtol):
     return None
 
 
-def _first_update(reference, run, rtol):
+def _first_update(reference, run, compared, rtol):
     """Finds the first wrong update: in buffers, then in the backward pass."""
-    order = {path: i for i, (path, _) in enumerate(run.outputs)}
-    last = len(order)
+    order = _order_of(run)
     buffers, gradients = [], []
-    compared = _compared_elements(reference)
     for index, weight in enumerate(run.weights):
-        at = order.get(weight.layer, last)
-        if not weight.trainable:
-            if not _same_update(reference, run, index, rtol):
-                buffers.append((at, weight.layer))
-        elif not compared[index].any():
+        if weight.trainable and not compared[index].any():
             # All of its gradient is rounding error.
             continue
-        elif run.slots[index]:
-            same = all(
+        if weight.trainable and run.slots[index]:
+            same = _alike(reference, run, index) and all(
                 _of_largest(a, b) <= _LAYER_FACTOR * rtol
                 for a, b in zip(run.slots[index], reference.slots[index])
             )
-            if not same or not _alike(reference, run, index):
-                gradients.append((-at, weight.layer))
-        elif not _same_update(reference, run, index, rtol):
-            gradients.append((-at, weight.layer))
-    for found in (buffers, gradients):
-        if found:
-            return min(found)[1], UPDATE
-    return None
+        else:
+            same = _same_update(reference, run, index, rtol)
+        if not same and weight.trainable:
+            gradients.append((-order(weight.layer), weight.layer))
+        elif not same:
+            buffers.append((order(weight.layer), weight.layer))
+    wrong = buffers or gradients
+    return (min(wrong)[1], UPDATE) if wrong else None
 
 
 def _updates(reference, run, index):
@@ -371,7 +356,7 @@ def _updates(reference, run, index):
 
 
 def _same_update(reference, run, index, rtol):
-    """Whether an update that is linear in the gradient equals the twin's."""
+    """Whether an update that is linear in the gradient is the reference's."""
     a, b = _updates(reference, run, index)
     size = float(np.max(np.abs(b), initial=0.0))
     value = float(np.max(np.abs(reference.values[0][index]), initial=0.0))
@@ -380,7 +365,7 @@ def _same_update(reference, run, index, rtol):
 
 
 def _alike(reference, run, index):
-    """Whether an update equals the twin's on average; few elements may not."""
+    """Whether an update is the reference's on average; few elements may not."""
     a, b = _updates(reference, run, index)
     allowed = 0.01 * np.mean(np.abs(b)) + 4 * _EPSILON
     return bool(np.mean(np.abs(a - b)) <= allowed)

@@ -4,7 +4,8 @@ import math
 import re
 
 from keras import tree
-from keras.src.utils.dtype_utils import dtype_size
+
+from keras_tp.distribution.planning.cost import item_bytes
 
 INPUT = "input"
 VARIABLE = "variable"
@@ -38,7 +39,7 @@ class Value:
 
     @property
     def nbytes(self):
-        return math.prod(self.shape) * max(dtype_size(self.dtype) // 8, 1)
+        return math.prod(self.shape) * item_bytes(self.dtype)
 
     def __repr__(self):
         return (

@@ -5,6 +5,8 @@ import json
 import math
 
 from keras_tp.distribution.planning import cost
+from keras_tp.distribution.planning.plan_rows import PlannedReduction
+from keras_tp.distribution.planning.plan_rows import PlannedVariable
 
 FORMAT_VERSION = 1
 
@@ -15,7 +17,9 @@ _MOST_POWER = 16
 
 
 def read(text):
-    """Returns the checked fields of a plan, without the digest.
+    """Returns the arguments of the `ShardingPlan` that a text describes.
+
+    Its mesh is a dict with a `shape` and `axis_names`.
 
     Args:
         text: String that `ShardingPlan.to_json` or `save` wrote.
@@ -52,15 +56,33 @@ def read(text):
             f"Received: {DIGEST}={saved!r}"
         )
     _check(data)
-    return data
+    return dict(
+        model_name=data["model"],
+        device_mesh=data["mesh"],
+        axis=data["axis"],
+        variables=[_variable(row) for row in data["variables"]],
+        reductions=[
+            PlannedReduction(**{**row, "size": cost.Size(*row["size"])})
+            for row in data["reductions"]
+        ],
+        activations=[cost.Size(*size) for size in data["activations"]],
+        split_outputs=[cost.Size(*size) for size in data["split_outputs"]],
+        without_rule=data["without_rule"],
+    )
+
+
+def _variable(row):
+    axes = (tuple(a) if isinstance(a, list) else a for a in row["axes"])
+    listed = {
+        "shape": tuple(row["shape"]),
+        "axes": tuple(axes),
+        "obstacles": tuple(row["obstacles"]),
+    }
+    return PlannedVariable(**{**row, **listed})
 
 
 def text_of(plan):
-    """Returns a plan as text: one line for each variable and sum.
-
-    Args:
-        plan: `ShardingPlan`.
-    """
+    """Returns a plan as text: one line for each variable and sum."""
     mesh = plan.device_mesh
     head = {
         "format": FORMAT_VERSION,
@@ -86,11 +108,7 @@ def text_of(plan):
 
 
 def with_digest(text):
-    """Returns the text of a plan with a digest as its last field.
-
-    Args:
-        text: String that `ShardingPlan.to_json` returned.
-    """
+    """Returns the text of a plan with a digest as its last field."""
     digest = _digest(json.loads(text))
     body = text.rstrip().removesuffix("}").rstrip()
     return f'{body},\n "{DIGEST}": "{digest}"\n}}\n'
@@ -174,49 +192,36 @@ def _check_variable(where, row, sizes):
         *("path", "shape", "dtype", "trainable", "axes", "blocks", "why"),
         "obstacles",
     )
+    shape, axes, obstacles = row["shape"], row["axes"], row["obstacles"]
+
+    def need(is_right, name, what):
+        _need(is_right, f"{where}.{name}", what, row[name])
+
     _check_types(where, row, path=str, dtype=str, trainable=bool, why=str)
-    shape, axes = row["shape"], row["axes"]
-    _need(
-        isinstance(shape, list) and all(_is_int(size, 0) for size in shape),
-        *(f"{where}.shape", "a list of sizes", shape),
-    )
-    _need(
-        _is_dtype(row["dtype"]),
-        *(f"{where}.dtype", "a dtype of Keras", row["dtype"]),
-    )
-    _need(
-        _is_int(row["blocks"], 1), f"{where}.blocks", "1 or more", row["blocks"]
-    )
-    obstacles = row["obstacles"]
-    _need(
+    is_shape = isinstance(shape, list) and all(_is_int(n, 0) for n in shape)
+    need(is_shape, "shape", "a list of sizes")
+    need(_is_dtype(row["dtype"]), "dtype", "a dtype of Keras")
+    need(_is_int(row["blocks"], 1), "blocks", "1 or more")
+    are_texts = (
         isinstance(obstacles, list)
         and len(obstacles) == len(shape)
-        and all(isinstance(text, str) for text in obstacles),
-        *(f"{where}.obstacles", f"{len(shape)} strings", obstacles),
+        and all(isinstance(text, str) for text in obstacles)
     )
-    _need(
-        isinstance(axes, list) and len(axes) == len(shape),
-        *(f"{where}.axes", f"{len(shape)} entries, one for each dim", axes),
-    )
+    need(are_texts, "obstacles", f"{len(shape)} strings")
+    is_alike = isinstance(axes, list) and len(axes) == len(shape)
+    need(is_alike, "axes", f"{len(shape)} entries, one for each dim")
     names = []
     for size, entry in zip(shape, axes):
-        listed = entry if isinstance(entry, list) else [entry]
         if entry is None:
             continue
-        _need(
-            listed and all(isinstance(n, str) and n in sizes for n in listed),
-            *(f"{where}.axes", f"of axes of the mesh, {list(sizes)}", axes),
-        )
+        listed = entry if isinstance(entry, list) else [entry]
+        known = all(isinstance(n, str) and n in sizes for n in listed)
+        need(listed and known, "axes", f"of axes of the mesh, {list(sizes)}")
         names += listed
         count = math.prod(sizes[name] for name in listed)
-        _need(
-            size % count == 0,
-            *(f"{where}.axes", f"such that {size} divides by {count}", axes),
-        )
-    _need(
-        len(set(names)) == len(names),
-        *(f"{where}.axes", "without an axis that is there twice", axes),
-    )
+        need(size % count == 0, "axes", f"such that {size} divides by {count}")
+    is_once = len(set(names)) == len(names)
+    need(is_once, "axes", "without an axis that is there twice")
 
 
 def _check_reduction(where, row):
@@ -227,15 +232,13 @@ def _check_reduction(where, row):
 
 
 def _check_size(where, size):
-    _need(
+    is_right = (
         isinstance(size, list)
         and len(size) == 3
         and (_is_int(size[0], 0) or _is_float(size[0]))
-        and all(
-            _is_int(power, 0) and power <= _MOST_POWER for power in size[1:]
-        ),
-        *(where, "bytes and two small exponents, none below 0", size),
+        and all(_is_int(n, 0) and n <= _MOST_POWER for n in size[1:])
     )
+    _need(is_right, where, "bytes and two small exponents, none below 0", size)
 
 
 def _check_fields(where, row, *names):

@@ -9,16 +9,7 @@ from keras_tp.distribution.planning import cost
 class PlannedVariable(
     collections.namedtuple(
         "PlannedVariable",
-        [
-            "path",
-            "shape",
-            "dtype",
-            "trainable",
-            "axes",
-            "blocks",
-            "why",
-            "obstacles",
-        ],
+        "path shape dtype trainable axes blocks why obstacles",
     )
 ):
     """One row of a `ShardingPlan`.
@@ -55,7 +46,7 @@ class PlannedVariable(
 
 class PlannedReduction(
     collections.namedtuple(
-        "PlannedReduction", ["path", "operation", "backward", "terms", "size"]
+        "PlannedReduction", "path operation backward terms size"
     )
 ):
     """A sum over the devices in every training step.
@@ -69,28 +60,3 @@ class PlannedReduction(
             the devices. XLA on CPUs sums each of them over the devices.
         size: `Size` in bytes.
     """
-
-
-def variable_from_json(row):
-    """Returns the `PlannedVariable` of a dict that was read from JSON."""
-    axes = (tuple(a) if isinstance(a, list) else a for a in row["axes"])
-    return PlannedVariable(
-        **{
-            **row,
-            "shape": tuple(row["shape"]),
-            "axes": tuple(axes),
-            "obstacles": tuple(row["obstacles"]),
-        }
-    )
-
-
-def reduction_from_json(row):
-    """Returns the `PlannedReduction` of a dict that was read from JSON."""
-    return PlannedReduction(**{**row, "size": cost.Size(*row["size"])})
-
-
-def layout_text(row):
-    """Returns the layout of a `PlannedVariable` as a table shows it."""
-    if row.blocks > 1:
-        return f"replicated ({row.axes} in {row.blocks} blocks)"
-    return str(row.axes) if any(row.axes) else "replicated"

@@ -1,8 +1,10 @@
-"""A plan as one self-contained HTML page."""
+"""A plan as a table for a terminal, and as one HTML page."""
 
 import html
 import itertools
 
+from keras_tp.distribution import tables
+from keras_tp.distribution.tensor_layout import axis_sizes
 from keras_tp.distribution.tensor_layout import format_bytes
 
 _STYLE = """
@@ -25,27 +27,62 @@ td.name { width: 22%; } td.shape { width: 26%; } td.size { width: 10%;
 """
 
 
+def table(plan):
+    """Returns a plan as text: path, shape, layout, size, why."""
+    columns = {
+        **dict.fromkeys(("variable", "shape", "layout"), tables.FOLD),
+        "MiB per device": tables.RIGHT,
+        "why": tables.FOLD,
+    }
+    rows = [
+        (
+            row.path,
+            str(row.shape),
+            _layout(row),
+            f"{plan.device_bytes(row) / 2**20:.3f}",
+            row.why,
+        )
+        for row in plan.variables
+    ]
+    return tables.text_of(
+        (f"Sharding plan of {plan.model_name}", columns, rows),
+        _totals(plan),
+        *(
+            f"No rule for {kind} (first in {path!r}): its inputs and "
+            "outputs are not split."
+            for kind, path in plan.without_rule.items()
+        ),
+    )
+
+
+def _layout(row):
+    if row.blocks > 1:
+        return f"replicated ({row.axes} in {row.blocks} blocks)"
+    return str(row.axes) if row.is_split else "replicated"
+
+
+def _totals(plan):
+    total = sum(row.nbytes for row in plan.variables)
+    held = sum(plan.device_bytes(row) for row in plan.variables)
+    return (
+        f"Mesh {axis_sizes(plan.device_mesh)}: each device holds "
+        f"{format_bytes(held)} of {format_bytes(total)}; "
+        f"{plan.split_share:.1%} of the matrices are split; "
+        f"{len(plan.reductions)} sums over the devices in a training step."
+    )
+
+
 def page(plan):
     """Returns a plan as the text of an HTML page without scripts.
 
     Layers are in the order of the forward pass. Each lists its variables: the
     split dim in colour, the bytes on one device, and the reason. The sums over
     the devices are between the layers.
-
-    Args:
-        plan: `ShardingPlan`.
     """
-    mesh = plan.device_mesh
-    sizes = dict(zip(mesh.axis_names, mesh.shape))
-    total = sum(row.nbytes for row in plan.variables)
-    held = sum(plan.device_bytes(row) for row in plan.variables)
     body = [
         f"<h1>Sharding plan of {html.escape(plan.model_name)}</h1>",
-        f"<p>Mesh {html.escape(str(sizes))}: each device holds "
-        f"{format_bytes(held)} of {format_bytes(total)}; "
-        f"{plan.split_share:.1%} of the matrices are split; "
-        f"{len(plan.reductions)} sums over the devices in a training step.</p>",
-        _bar(plan, held, total),
+        f"<p>{html.escape(_totals(plan))}</p>",
+        _bar(plan),
         "<p>Dims: <span class='dim split'>split</span> "
         "<span class='dim blocks'>to be split in blocks, replicated</span> "
         "<span class='dim whole'>whole</span></p>",
@@ -104,7 +141,9 @@ def _in_order(plan):
         yield "", [], left
 
 
-def _bar(plan, held, total):
+def _bar(plan):
+    total = sum(row.nbytes for row in plan.variables)
+    held = sum(plan.device_bytes(row) for row in plan.variables)
     split = sum(plan.device_bytes(r) for r in plan.variables if r.is_split)
     widths = [100 * part / max(total, 1) for part in (split, held - split)]
     return (
