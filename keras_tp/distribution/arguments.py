@@ -8,19 +8,16 @@ from keras.src.distribution import distribution_lib as keras_lib
 from keras_tp.distribution import device_mesh as meshes
 
 
-def check_distribution(value, name="distribution"):
+def check_distribution(value):
     """Raises `ValueError` unless a distribution can be used here.
 
-    Warns once per process if only one device was found.
-
-    Args:
-        value: The argument. Must be a `Distribution`, of keras_tp or of Keras.
-        name: String, name of the argument. Defaults to `"distribution"`.
+    It may be one of Keras. Warns once per process if only one device was found.
     """
     if not isinstance(value, keras_lib.Distribution):
         raise ValueError(
-            f"`{name}` must be a distribution, such as `TensorParallel()`. "
-            f"{_instead_of(value)}{_received(name, value)}"
+            "`distribution` must be a distribution, such as "
+            "`TensorParallel()`. "
+            f"{_instead_of(value)}{_received('distribution', value)}"
         )
     mesh = value.device_mesh
     if isinstance(mesh, keras_lib.DeviceMesh):
@@ -28,27 +25,18 @@ def check_distribution(value, name="distribution"):
         meshes.say_if_alone(mesh)
 
 
-def check_mesh(value, name="device_mesh"):
-    """Raises `ValueError` unless a value is a `DeviceMesh`.
-
-    Args:
-        value: The argument. Must be a `DeviceMesh`, of keras_tp or of Keras.
-        name: String, name of the argument. Defaults to `"device_mesh"`.
-    """
+def check_mesh(value):
+    """Raises `ValueError` unless a value is a `DeviceMesh`, also of Keras."""
     if not isinstance(value, keras_lib.DeviceMesh):
         raise ValueError(
-            f"Expect `{name}` to be an instance of `DeviceMesh`, such as "
+            "Expect `device_mesh` to be an instance of `DeviceMesh`, such as "
             f"`DeviceMesh((1, 4), ['batch', 'model'])`. {_instead_of(value)}"
-            f"{_received(name, value)}"
+            f"{_received('device_mesh', value)}"
         )
 
 
 def check_layout_map(value):
-    """Raises `ValueError` unless a value is a `LayoutMap` with a mesh.
-
-    Args:
-        value: The argument. Must be a `LayoutMap`, of keras_tp or of Keras.
-    """
+    """Raises `ValueError` unless a value is a `LayoutMap` with a mesh."""
     if value is None:
         raise ValueError(
             "You must specify a layout_map argument: write "
@@ -74,12 +62,7 @@ def check_layout_map(value):
 
 
 def check_model(value, function):
-    """Raises `ValueError` unless a value is a Keras model or layer.
-
-    Args:
-        value: The argument. Must be a model or layer.
-        function: String, name of the function that takes it.
-    """
+    """Raises `ValueError` unless a value is a Keras model or layer."""
     if not isinstance(value, Layer):
         raise ValueError(
             f"`{function}` takes a Keras model that exists. Received: "
@@ -90,10 +73,11 @@ def check_model(value, function):
 def _instead_of(value):
     """Returns a sentence that says how to use a value, or an empty string."""
     if inspect.isclass(value) and issubclass(value, keras_lib.Distribution):
-        made = {
-            "ModelParallel": "ModelParallel(layout_map=layout_map)",
-        }.get(value.__name__, f"{value.__name__}()")
-        return f"Write `{made}`: an instance, not the class. "
+        is_map = value.__name__ == "ModelParallel"
+        inside = "layout_map=layout_map" if is_map else ""
+        return (
+            f"Write `{value.__name__}({inside})`: an instance, not the class. "
+        )
     if isinstance(value, keras_lib.DeviceMesh):
         return (
             "Write `TensorParallel(device_mesh)` to split a model over the "
@@ -123,6 +107,16 @@ def _instead_of(value):
     if isinstance(value, str):
         return "Write `TensorParallel()` for a plan over all devices. "
     return ""
+
+
+def check_batch_axis(device_mesh, name):
+    """Raises `ValueError` unless a mesh has the axis for batches."""
+    names = list(device_mesh.axis_names)
+    if name not in names:
+        raise ValueError(
+            f"`batch_dim_name` must be one of the mesh axes {names}. "
+            f"Received: batch_dim_name={name!r}"
+        )
 
 
 def _received(name, value):

@@ -92,11 +92,7 @@ class DeviceMesh(keras_lib.DeviceMesh):
 
 
 def listed_devices(devices):
-    """Returns `devices` as a list; `ValueError` if it is not one, or empty.
-
-    Args:
-        devices: List, tuple or array of names, or of devices of the framework.
-    """
+    """Returns `devices` as a list; `ValueError` if it is not one, or empty."""
     is_list = isinstance(devices, (list, tuple, np.ndarray))
     if not is_list or not len(devices):
         raise ValueError(
@@ -108,22 +104,14 @@ def listed_devices(devices):
 
 
 def check_devices_of(device_mesh):
-    """Raises `ValueError` if a device of a mesh is not available.
-
-    Args:
-        device_mesh: `DeviceMesh` that is about to be used.
-    """
+    """Raises `ValueError` if a device of a mesh is not available."""
     if not getattr(device_mesh, "_is_here", False):
         _check_devices(device_mesh.devices, lambda name: True)
         device_mesh._is_here = True
 
 
 def say_if_alone(device_mesh):
-    """Warns, once per process, that a mesh has only the one device found.
-
-    Args:
-        device_mesh: `DeviceMesh`. No warning if the user listed its device.
-    """
+    """Warns, once per process, that a mesh has only the one device found."""
     if not getattr(device_mesh, "_is_alone", False) or _said_alone:
         return
     _said_alone.append(device_mesh)
@@ -133,16 +121,14 @@ def say_if_alone(device_mesh):
         f"{_way_out(2)}If one device is meant, list it, and this is not said: "
         f"`DeviceMesh({tuple(device_mesh.shape)}, "
         f"{list(device_mesh.axis_names)}, [{device!r}])`.",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
 def warn_if_unsplit(device_mesh, axes):
     """Warns that no mesh axis of size above 1 splits variables.
 
-    Args:
-        device_mesh: `DeviceMesh`. No warning if it has one device.
-        axes: List of strings, the mesh axes that split variables.
+    `axes` lists the mesh axes that do. A mesh of one device gives no warning.
     """
     count = math.prod(device_mesh.shape)
     if count == 1:

@@ -4,7 +4,6 @@ The classes are subclasses of Keras's, and the functions are thin delegates:
 `keras_tp.backend` does the work for the framework in use.
 """
 
-import functools
 import warnings
 
 from keras import tree
@@ -24,6 +23,8 @@ from keras_tp.distribution.device_mesh import warn_if_unsplit
 from keras_tp.distribution.layout_map import LayoutMap
 from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import axis_names
+from keras_tp.distribution.tensor_layout import axis_size
+from keras_tp.distribution.tensor_layout import axis_sizes
 from keras_tp.distribution.tensor_layout import batch_replicated_if_uneven
 from keras_tp.distribution.tensor_layout import check_layout
 from keras_tp.distribution.variable_origin import WEIGHT
@@ -148,8 +149,7 @@ class Distribution(keras_lib.Distribution):
 
     @property
     def num_model_replicas(self):
-        sizes = dict(zip(self.device_mesh.axis_names, self.device_mesh.shape))
-        return sizes.get(self.batch_dim_name, 1)
+        return axis_size(self.device_mesh, self.batch_dim_name)
 
     def scope(self):
         """Context manager that makes this distribution the current one."""
@@ -178,23 +178,14 @@ class DataParallel(keras_lib.DataParallel, Distribution):
     """
 
     def __init__(self, device_mesh=None, devices=None, auto_shard_dataset=True):
-        # Keras ignores an argument that is falsy, such as an empty LayoutMap.
-        if device_mesh is not None:
-            arguments.check_mesh(device_mesh)
-        elif devices is not None:
-            devices = listed_devices(devices)
-        super().__init__(device_mesh, devices, auto_shard_dataset)
-
-    def _initialize_mesh_from_devices(self, devices, auto_shard_dataset):
-        mesh = DeviceMesh((len(devices),), [DEFAULT_BATCH_DIM_NAME], devices)
-        self._initialize_with_device_mesh(mesh, auto_shard_dataset)
-
-    def _initialize_mesh_from_list_devices(self, auto_shard_dataset):
-        devices = list_devices()
-        mesh = DeviceMesh((len(devices),), [DEFAULT_BATCH_DIM_NAME], devices)
-        # The devices were found, not listed by the user.
-        mesh._is_alone = len(devices) == 1
-        self._initialize_with_device_mesh(mesh, auto_shard_dataset)
+        if device_mesh is None:
+            if devices is not None:
+                devices = listed_devices(devices)
+            count = get_device_count() if devices is None else len(devices)
+            names = [DEFAULT_BATCH_DIM_NAME]
+            device_mesh = DeviceMesh((count,), names, devices)
+        arguments.check_mesh(device_mesh)
+        super().__init__(device_mesh, auto_shard_dataset=auto_shard_dataset)
 
     def _initialize_with_device_mesh(self, device_mesh, auto_shard_dataset):
         Distribution.__init__(
@@ -214,20 +205,16 @@ class DataParallel(keras_lib.DataParallel, Distribution):
     get_variable_layout = Distribution.get_variable_layout
 
 
-def _keywords_only(original):
+@hooks.around
+def _keywords_only(original, self, /, *args, **kwargs):
     """Refuses positional arguments; the error says what to write instead."""
-
-    @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
-        if args:
-            raise ValueError(
-                "ModelParallel takes keyword arguments only: write "
-                "`ModelParallel(layout_map=layout_map)`, with the mesh in the "
-                f"map: `LayoutMap(device_mesh)`. Received: {args}"
-            )
-        original(self, **kwargs)
-
-    return __init__
+    if args:
+        raise ValueError(
+            "ModelParallel takes keyword arguments only: write "
+            "`ModelParallel(layout_map=layout_map)`, with the mesh in the "
+            f"map: `LayoutMap(device_mesh)`. Received: {args}"
+        )
+    original(self, **kwargs)
 
 
 class ModelParallel(keras_lib.ModelParallel, Distribution):
@@ -287,12 +274,8 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
                 f"Received: device_mesh={device_mesh}, and a LayoutMap on "
                 f"{layout_map.device_mesh}"
             )
-        names = list(layout_map.device_mesh.axis_names)
-        if batch_dim_name is not None and batch_dim_name not in names:
-            raise ValueError(
-                f"`batch_dim_name` must be one of the mesh axes {names}. "
-                f"Received: batch_dim_name={batch_dim_name!r}"
-            )
+        if batch_dim_name is not None:
+            arguments.check_batch_axis(layout_map.device_mesh, batch_dim_name)
         super().__init__(
             layout_map=LayoutMap.from_keras(layout_map),
             batch_dim_name=batch_dim_name,
@@ -327,20 +310,15 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
             )
         for problem in problems:
             warnings.warn(problem, stacklevel=2)
-        self._warn_if_whole()
-
-    def _warn_if_whole(self):
-        """Warns if every mesh axis that the map names has size 1."""
-        mesh = self.device_mesh
-        sizes = dict(zip(mesh.axis_names, mesh.shape))
         named = {
             name
             for layout in self._layout_map.values()
             for axis in layout.axes
             for name in axis_names(axis)
         }
-        if named and not any(sizes[name] > 1 for name in named):
-            warn_if_unsplit(mesh, sorted(named))
+        sizes = axis_sizes(self.device_mesh)
+        if named and all(sizes[name] == 1 for name in named):
+            warn_if_unsplit(self.device_mesh, sorted(named))
 
 
 def distribute_tensor(tensor, layout):
@@ -420,16 +398,12 @@ def uninstall():
     hooks.uninstall()
 
 
-def _hook_set_global_attribute(original):
+@hooks.around
+def _hook_set_global_attribute(original, name, value):
     """Checks a distribution: every way to set one calls this function."""
-
-    @functools.wraps(original)
-    def set_global_attribute(name, value):
-        if name == keras_lib.GLOBAL_ATTRIBUTE_NAME and value is not None:
-            arguments.check_distribution(value)
-        original(name, value)
-
-    return set_global_attribute
+    if name == keras_lib.GLOBAL_ATTRIBUTE_NAME and value is not None:
+        arguments.check_distribution(value)
+    original(name, value)
 
 
 TABLE = [

@@ -7,9 +7,9 @@ import re
 import warnings
 
 from keras.src.distribution import distribution_lib as keras_lib
-from keras.src.utils.dtype_utils import dtype_size
 
 from keras_tp.distribution import arguments
+from keras_tp.distribution.planning.cost import item_bytes
 from keras_tp.distribution.tensor_layout import as_layout
 from keras_tp.distribution.tensor_layout import format_bytes
 from keras_tp.distribution.variable_origin import SEED
@@ -106,15 +106,12 @@ class LayoutMap(keras_lib.LayoutMap):
         return super().__delitem__(key)
 
     def layout_for(self, path, root=None):
-        """Returns the layout of a path, or `None`.
+        """Returns the layout of a path; `None` if no pattern matches.
 
         Args:
             path: String, path of a variable or of a layer's output.
             root: String, the first part of `path` if it is the name of a model.
                 Defaults to `None`.
-
-        Returns:
-            A `TensorLayout`, or `None` if no pattern matches.
 
         Raises:
             ValueError: if several patterns match.
@@ -124,9 +121,10 @@ class LayoutMap(keras_lib.LayoutMap):
 
     def pattern_for(self, path, root=None):
         """Returns the key that gives a path its layout, or `None`."""
-        if (path, root) not in self._pattern_of:
-            self._pattern_of[path, root] = self._find(path, root)
-        return self._pattern_of[path, root]
+        found = self._pattern_of
+        if (path, root) not in found:
+            found[path, root] = self._find(path, root)
+        return found[path, root]
 
     def report(self, model):
         """Returns a `LayoutReport` of this map on a built model."""
@@ -142,8 +140,7 @@ class LayoutMap(keras_lib.LayoutMap):
                 for key in self._layout_map
                 if _matches_without_root(key, path, root)
             ]
-            if len(matches) == 1:
-                self._announce(matches[0], path, root)
+            self._announce(matches, path, root)
         if len(matches) > 1:
             raise ValueError(
                 f"Path '{path}' matches multiple layout specification keys: "
@@ -153,15 +150,15 @@ class LayoutMap(keras_lib.LayoutMap):
             )
         return matches[0] if matches else None
 
-    def _announce(self, key, path, root):
+    def _announce(self, matches, path, root):
         # One warning for each pattern and model, not for each variable.
-        if (key, root) in self._announced:
+        if len(matches) != 1 or (matches[0], root) in self._announced:
             return
-        self._announced.add((key, root))
+        self._announced.add((matches[0], root))
         warnings.warn(
             f"No pattern of the LayoutMap matches the path {path!r} in full; "
-            f"it gets the layout of {key!r}, which matches without the name "
-            "of the outermost model. Keras renames a model that is built "
+            f"it gets the layout of {matches[0]!r}, which matches without the "
+            "name of the outermost model. Keras renames a model that is built "
             "again and drops its name in load_model. Begin the pattern with "
             "'.*' to match under any name.",
             stacklevel=2,
@@ -197,21 +194,18 @@ class LayoutReport:
         self.model_name = model.name
         self.matched = collections.defaultdict(list)
         self.unmatched = []
-        paths, outputs = [], []
+        paths, outputs = [], list(_output_paths(model))
         for variable in model.variables:
-            origin = origin_of(variable)
+            path, origin = variable.path, origin_of(variable)
             if origin.role not in (WEIGHT, SEED):
                 continue
-            paths.append(variable.path)
-            pattern = layout_map.pattern_for(variable.path, origin.root)
-            if pattern is not None:
-                self.matched[pattern].append(variable.path)
-            elif origin.role == WEIGHT and origin.follows is None:
+            paths.append((path, origin.root))
+            is_own = origin.role == WEIGHT and origin.follows is None
+            if is_own and layout_map.pattern_for(path, origin.root) is None:
                 self.unmatched.append(
-                    (variable.path, variable.shape, variable_bytes(variable))
+                    (path, variable.shape, variable_bytes(variable))
                 )
-        for path, root in _output_paths(model):
-            outputs.append(path)
+        for path, root in paths + outputs:
             pattern = layout_map.pattern_for(path, root)
             if pattern is not None:
                 self.matched[pattern].append(path)
@@ -293,20 +287,15 @@ class LayoutReport:
 def variable_bytes(variable):
     """Returns the size of a whole variable in bytes."""
     # `variable.dtype` is the compute dtype, `_dtype` the stored one.
-    bits = dtype_size(variable._dtype)
-    # Arrays store an element of a small type, such as bool, in a byte.
-    return math.prod(variable.shape) * max(bits // 8, 1)
+    return math.prod(variable.shape) * item_bytes(variable._dtype)
 
 
 def _matches_without_root(pattern, path, root):
     """Whether a pattern matches without the model's name on either side."""
     tail = _pattern_tail(pattern)
     short = path[len(root) + 1 :] if root and path != root else None
-    return (
-        (short is not None and re.fullmatch(pattern, short) is not None)
-        or (tail is not None and re.fullmatch(tail, path) is not None)
-        or bool(tail and short and re.fullmatch(tail, short))
-    )
+    pairs = (pattern, short), (tail, path), (tail, short)
+    return any(None not in pair and re.fullmatch(*pair) for pair in pairs)
 
 
 def _pattern_tail(pattern):
@@ -338,6 +327,7 @@ def _output_paths(model):
 
 def _nearest(pattern, paths, count=3):
     """Returns the paths nearest to a pattern that matches nothing."""
+    paths = [path for path, _ in paths]
     inside = [path for path in paths if re.search(pattern, path)]
     literal = re.sub(r"\\[dwsDWS]|[\\^$.*+?{}\[\]|()]", "", pattern)
     close = difflib.get_close_matches(literal, paths, n=count, cutoff=0.0)

@@ -73,33 +73,23 @@ def distribute_model(model, distribution=None):
 
 def planned_layouts(model, distribution):
     """Returns `(variable, origin, layout)` for all state; moves nothing."""
-    roles = [(variable, variable_origin.WEIGHT) for variable in model.weights]
-    roles += model_state.state_of(model)
-    new_layouts = {}
-    planned = []
-    for variable, role in roles:
-        if id(variable) in new_layouts:
-            continue
-        made = variable_origin.Origin(
-            role, _root(variable, model), distribution
-        )
-        layout = _layout_as_new(variable, made, distribution)
-        new_layouts[id(variable)] = layout
-        planned.append((variable, made, layout))
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        return planned
-    # A slot follows the layout of its variable.
-    slot_layouts = {
-        id(slot): optimizer_slots.slot_layout(
-            new_layouts[id(variable)], tuple(slot.shape), dims, distribution
-        )
-        for slot, variable, dims in optimizer_slots.slots_of(optimizer)
-    }
-    return [
-        (variable, made, slot_layouts.get(id(variable), layout))
-        for variable, made, layout in planned
-    ]
+    slots = optimizer_slots.slots_of(optimizer) if optimizer else ()
+    slots = {id(slot): (variable, dims) for slot, variable, dims in slots}
+    planned = {}
+    for variable, role in model_state.variables_of(model):
+        root = _root(variable, model)
+        made = variable_origin.Origin(role, root, distribution)
+        if id(variable) in slots:
+            # It follows its variable, which comes before it.
+            followed, dims = slots[id(variable)]
+            layout = optimizer_slots.slot_layout(
+                planned[id(followed)][2], variable.shape, dims, distribution
+            )
+        else:
+            layout = _layout_as_new(variable, made, distribution)
+        planned[id(variable)] = variable, made, layout
+    return list(planned.values())
 
 
 def _root(variable, model):

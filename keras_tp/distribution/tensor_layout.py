@@ -64,13 +64,8 @@ class TensorLayout(keras_lib.TensorLayout):
 def as_layout(value, target):
     """Converts a layout from a user to a `TensorLayout`.
 
-    Args:
-        value: `TensorLayout` of keras_tp or of Keras, returned unchanged; or a
-            tuple or list with one entry for each dim.
-        target: String that names the argument in the error.
-
-    Raises:
-        ValueError: if the value is something else.
+    `value` is one already, or a tuple or list with one entry for each dim;
+    else, the `ValueError` names the argument `target`.
     """
     if isinstance(value, keras_lib.TensorLayout):
         return value
@@ -105,30 +100,44 @@ def axis_names(axis):
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
+def axis_sizes(device_mesh):
+    """Returns a dict of each axis of a mesh to its size."""
+    return dict(zip(device_mesh.axis_names, device_mesh.shape))
+
+
 def axis_size(device_mesh, axis):
     """Returns the number of parts that one entry of a layout makes."""
-    sizes = dict(zip(device_mesh.axis_names, device_mesh.shape))
+    sizes = axis_sizes(device_mesh)
     return math.prod(sizes[name] for name in axis_names(axis))
+
+
+def split_largest_dim(axes, shape, axis, device_mesh):
+    """Returns `axes` with a mesh axis for the largest whole dim it divides."""
+    axes, count = list(axes), axis_size(device_mesh, axis)
+    free = [
+        dim
+        for dim, size in enumerate(shape)
+        if axes[dim] is None and size and size % count == 0
+    ]
+    if free:
+        axes[max(free, key=lambda dim: shape[dim])] = axis
+    return tuple(axes)
 
 
 def batch_replicated_if_uneven(layout, shape, batch_axis):
     """Returns a layout with the batch replicated if it does not divide evenly.
 
-    Only a first dim that the batch axis splits is changed. Every device then
-    computes the whole batch.
-
-    Args:
-        layout: `TensorLayout` with a mesh.
-        shape: Tuple of ints. While tracing, an unknown dim is not an int.
-        batch_axis: String, mesh axis that splits batches, or `None`.
+    Every device then computes the whole batch. While tracing, an unknown dim
+    of `shape` is not an int.
     """
-    if not shape or not layout.axes or not isinstance(shape[0], int):
+    mesh, axes = layout.device_mesh, layout.axes
+    if not shape or not axes or not isinstance(shape[0], int):
         return layout
-    if batch_axis not in axis_names(layout.axes[0]):
-        return layout
-    if shape[0] % axis_size(layout.device_mesh, layout.axes[0]) == 0:
-        return layout
-    return TensorLayout((None, *layout.axes[1:]), layout.device_mesh)
+    if batch_axis in axis_names(axes[0]) and shape[0] % axis_size(
+        mesh, axes[0]
+    ):
+        return TensorLayout((None, *axes[1:]), mesh)
+    return layout
 
 
 def check_layout(layout, shape, what):

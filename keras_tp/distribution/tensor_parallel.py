@@ -24,6 +24,7 @@ from keras_tp.distribution.sharding_plan import plan_sharding
 from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import axis_size
 from keras_tp.distribution.tensor_layout import format_bytes
+from keras_tp.distribution.tensor_layout import split_largest_dim
 
 
 class TensorParallel(ModelParallel):
@@ -92,14 +93,8 @@ class TensorParallel(ModelParallel):
                 (distribution_lib.get_device_count(),), [planner.MODEL_AXIS]
             )
         arguments.check_mesh(device_mesh)
-        names = list(device_mesh.axis_names)
         if batch_dim_name is None:
             batch_dim_name = planner.batch_axis(device_mesh)
-        elif batch_dim_name not in names:
-            raise ValueError(
-                f"`batch_dim_name` must be one of the mesh axes {names}. "
-                f"Received: batch_dim_name={batch_dim_name!r}"
-            )
         layout_map = LayoutMap(device_mesh) if plan is None else plan.layout_map
         super().__init__(
             layout_map=layout_map,
@@ -115,7 +110,7 @@ class TensorParallel(ModelParallel):
         self._planned = {}
         axis = planner.model_axis(device_mesh)
         if axis_size(device_mesh, axis) == 1:
-            warn_if_unsplit(device_mesh, [axis] * bool(axis))
+            warn_if_unsplit(device_mesh, [axis] if axis else [])
 
     num_model_replicas = Distribution.num_model_replicas
 
@@ -129,7 +124,7 @@ class TensorParallel(ModelParallel):
             if axes is None:
                 return super().get_variable_layout(variable)
             return TensorLayout(axes, self.device_mesh)
-        if variable_origin.origin_of(variable).role != variable_origin.WEIGHT:
+        if not _is_weight(variable):
             return self._replicated(shape)
         axes = self._axes_of(variable)
         if axes is None:
@@ -146,13 +141,13 @@ class TensorParallel(ModelParallel):
         """Raises `ValueError` if the plan is for a model of other sizes."""
         shape = tuple(variable.shape)
         row = self._row(variable)
-        if (
-            variable_origin.origin_of(variable).role != variable_origin.WEIGHT
-            or row is None
-        ):
-            return
         # Quantization packs a kernel into another shape.
-        if row.shape != shape and "int8" not in (row.dtype, variable._dtype):
+        if (
+            row is not None
+            and _is_weight(variable)
+            and row.shape != shape
+            and "int8" not in (row.dtype, variable._dtype)
+        ):
             raise ValueError(
                 "The plan was made for a model of other sizes: variable "
                 f"{variable.path!r} has shape {shape}, and {row.path!r} of "
@@ -186,22 +181,19 @@ class TensorParallel(ModelParallel):
         return axes if found() is variable else None
 
     def plan_model(self, model):
-        """Plans a model, unless a plan was given; moves nothing.
-
-        Args:
-            model: A built Keras model.
-        """
+        """Plans a built model, unless a plan was given; moves nothing."""
         if self._is_given:
             return
-        self.plan = plan_sharding(
-            model,
-            self.device_mesh,
-            overrides={
-                pattern: axes
-                for pattern, axes in self._overrides.items()
-                if _matches_any(pattern, model)
-            },
-        )
+        overrides = {
+            pattern: axes
+            for pattern, axes in self._overrides.items()
+            # An override may be meant for a model that is not built yet.
+            if any(
+                planner.override_matches(pattern, variable.path)
+                for variable in model.weights
+            )
+        }
+        self.plan = plan_sharding(model, self.device_mesh, None, overrides)
         for variable in model.weights:
             row, shape = self.plan[variable.path], tuple(variable.shape)
             # A path may have several variables, as a kernel and its packed
@@ -216,17 +208,17 @@ class TensorParallel(ModelParallel):
 
     def check_model(self, model):
         """Plans a model that was not planned yet, and moves its variables."""
-        if not self._is_given:
-            known = [self._axes_of(v) for v in model.weights]
-            outermost = getattr(model, "_planned_under", None) is not self
-            if None in known or outermost:
-                try:
-                    self.plan_model(model)
-                except NoPlanError as e:
-                    self._keep_provisional(model, e)
-                    return
-                _move_to_plan(model, self)
-                model._planned_under = self
+        is_planned = getattr(model, "_planned_under", None) is self and all(
+            self._axes_of(variable) is not None for variable in model.weights
+        )
+        if not self._is_given and not is_planned:
+            try:
+                self.plan_model(model)
+            except NoPlanError as e:
+                self._keep_provisional(model, e)
+                return
+            _move_to_plan(model, self)
+            model._planned_under = self
         self._report(model)
 
     def _keep_provisional(self, model, error):
@@ -248,26 +240,26 @@ class TensorParallel(ModelParallel):
         return "not in the plan" if row is None else row.why
 
     def _row(self, variable):
+        """Returns the row of a variable, whose model may be renamed."""
         if self.plan is None:
             return None
-        root = variable_origin.origin_of(variable).root
-        for path in (variable.path, variable.path.removeprefix(f"{root}/")):
-            if path in self.plan:
-                return self.plan[path]
-        for prefix in (self.plan.model_name, root):
-            path = f"{prefix}/{variable.path.split('/', 1)[-1]}"
-            if path in self.plan:
-                return self.plan[path]
-        return None
+        path, root = variable.path, variable_origin.origin_of(variable).root
+        tail = path.split("/", 1)[-1]
+        paths = (
+            path,
+            path.removeprefix(f"{root}/"),
+            f"{self.plan.model_name}/{tail}",
+            f"{root}/{tail}",
+        )
+        return next((self.plan[p] for p in paths if p in self.plan), None)
 
     def _report(self, model):
         unknown, large = [], []
         for variable in model.weights:
-            row = self._row(variable)
-            size = variable_bytes(variable)
             if variable_origin.origin_of(variable).follows is not None:
                 # LoRA or quantization added it, maybe after the plan.
                 continue
+            row, size = self._row(variable), variable_bytes(variable)
             if row is None:
                 unknown.append(variable.path)
             elif (
@@ -278,7 +270,7 @@ class TensorParallel(ModelParallel):
             ):
                 large.append(
                     f"{row.path!r} of shape {row.shape}, "
-                    f"{format_bytes(size)} ({self.why_replicated(variable)})"
+                    f"{format_bytes(size)} ({row.why})"
                 )
         if unknown:
             message = (
@@ -321,20 +313,15 @@ def _check_plan(plan, device_mesh, overrides):
         )
 
 
-def _matches_any(pattern, model):
-    # An override may be meant for a model that is not built yet.
-    return any(planner.override_matches(pattern, v.path) for v in model.weights)
+def _is_weight(variable):
+    role = variable_origin.origin_of(variable).role
+    return role == variable_origin.WEIGHT
 
 
 def _largest_dim_split(shape, device_mesh):
     """Returns axes that split the largest dim that divides evenly."""
     axis = planner.model_axis(device_mesh)
-    count = axis_size(device_mesh, axis)
-    axes = [None] * len(shape)
-    dims = [i for i, size in enumerate(shape) if size and size % count == 0]
-    if dims and axis:
-        axes[max(dims, key=lambda i: shape[i])] = axis
-    return tuple(axes)
+    return split_largest_dim([None] * len(shape), shape, axis, device_mesh)
 
 
 def _move_to_plan(model, distribution):
