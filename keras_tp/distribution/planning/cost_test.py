@@ -1,0 +1,58 @@
+import types
+
+import pytest
+
+from keras_tp.distribution.planning import cost
+from keras_tp.distribution.planning.graph import Graph
+
+
+def test_sizes_for_a_batch_and_a_sequence_length():
+    assert cost.Size(8, 1, 0).at(4, None) == 32
+    assert cost.Size(8, 1, 2).at(4, 3) == 8 * 4 * 9
+    assert cost.Size(8, 0, 0).at(4, 3) == 8
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((3, 8), (32, 1, 0)),
+        ((3, 5, 8), (32, 1, 1)),
+        # Attention scores, and batch and length merged into one dim.
+        ((3, 2, 5, 5), (8, 1, 2)),
+        ((15, 8), (32, 1, 1)),
+        ((), (4, 0, 0)),
+    ],
+)
+def test_placeholder_sizes_give_exponents(shape, expected):
+    graph = Graph("net", 3, 5)
+    value = graph.new_value("result", shape, "float32")
+    assert cost.size_of(value, graph) == expected
+
+
+def test_bytes_of_elements():
+    dtypes = ("float32", "bfloat16", "bool", "int4", "string")
+    assert [cost.item_bytes(name) for name in dtypes] == [4, 2, 1, 1, 0]
+
+
+def test_activations_are_kept_once_and_split_ones_in_part():
+    graph = Graph("net", 3, 5)
+    x, kernel, h = (
+        graph.new_value(kind, shape, "float32")
+        for kind, shape in (
+            ("input", (3, 4)),
+            ("variable", (4, 8)),
+            ("result", (3, 8)),
+        )
+    )
+    graph.steps = [
+        types.SimpleNamespace(
+            kind=kind, is_leaf=False, inputs=inputs, outputs=outputs
+        )
+        for kind, inputs, outputs in (
+            ("Matmul", [x, kernel], [h]),
+            ("Relu", [h], [h]),
+            ("Add", [h, h], [h]),
+        )
+    ]
+    kept = cost.kept_activations(graph, {h: 1, x: None}.get, 2)
+    assert kept == [(4 * 4 + 8 * 4 // 2, 1, 0)]

@@ -1,0 +1,48 @@
+import keras
+import pytest
+from keras import layers
+
+from keras_tp.distribution.planning import planner  # noqa: F401, the rules
+from keras_tp.distribution.planning import solver
+from keras_tp.distribution.planning import trace
+
+
+@pytest.fixture(scope="module")
+def graph():
+    inputs = keras.Input((6,))
+    x = layers.Dense(8, activation="relu", name="up")(inputs)
+    x = layers.Dense(6, name="down")(x)
+    return trace.trace(keras.Model(inputs, layers.Dense(5, name="out")(x)))
+
+
+def dims(solution):
+    return {path: choice.dim for path, choice in solution.choices.items()}
+
+
+def test_a_column_and_a_row_split_are_a_pair(graph):
+    solution = solver.solve(graph, 2)
+    found = dims(solution)
+    assert found["up/kernel"] == 1 and found["up/bias"] == 0
+    assert found["down/kernel"] == 0 and found["down/bias"] is None
+    assert ("down", False) in [
+        (r.path, r.backward) for r in solution.reductions
+    ]
+
+
+def test_dims_that_do_not_divide_stay_whole(graph):
+    solution = solver.solve(graph, 7)
+    assert set(dims(solution).values()) == {None}
+    assert solution.reductions == []
+    assert any("7" in text for text in solution.choices["up/kernel"].obstacles)
+
+
+def test_one_device_splits_nothing(graph):
+    assert set(dims(solver.solve(graph, 1)).values()) == {None}
+
+
+def test_dims_that_the_user_fixes(graph):
+    assert (
+        dims(solver.solve(graph, 2, {"up/kernel": None}))["up/kernel"] is None
+    )
+    forced = dims(solver.solve(graph, 2, {"down/kernel": 1}))
+    assert forced["down/kernel"] == 1 and forced["down/bias"] == 0
