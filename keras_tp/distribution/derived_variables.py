@@ -40,10 +40,7 @@ class _Kernels(
 ):
     """The kernels of a layer before it is quantized.
 
-    Args:
-        mode: String, the quantization mode.
-        distribution: The `Distribution` that the layer was made under.
-        sources: Dict of attribute to the `_Source` that it held.
+    `sources` is a dict of attribute to the `_Source` that it held.
     """
 
 

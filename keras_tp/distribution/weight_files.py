@@ -35,8 +35,7 @@ _DAMAGE = (
 class _DryRun(StatelessScope):
     """Scope in which `assign` checks its value and then drops it.
 
-    Args:
-        last_read: List that holds the last array read from the file.
+    `last_read` holds the last array read from the file.
     """
 
     def __init__(self, last_read):
