@@ -6,10 +6,10 @@ from keras.src.distribution.distribution_lib import distribution as current
 
 from keras_tp import backend
 from keras_tp.distribution import model_state
-from keras_tp.distribution import tables
 from keras_tp.distribution import variable_origin
 from keras_tp.distribution.derived_variables import own_variables
 from keras_tp.distribution.layout_map import variable_bytes
+from keras_tp.distribution.planning import tables
 from keras_tp.distribution.tensor_layout import format_bytes
 
 

@@ -30,8 +30,8 @@ def test_placeholder_sizes_give_exponents(shape, expected):
 
 
 def test_bytes_of_elements():
-    dtypes = ("float32", "bfloat16", "bool", "int4", "string")
-    assert [cost.item_bytes(name) for name in dtypes] == [4, 2, 1, 1, 0]
+    dtypes = ("float32", "bfloat16", "bool", "string")
+    assert [cost.item_bytes(name) for name in dtypes] == [4, 2, 1, 0]
 
 
 def test_activations_are_kept_once_and_split_ones_in_part():

@@ -3,7 +3,7 @@
 import html
 import itertools
 
-from keras_tp.distribution import tables
+from keras_tp.distribution.planning import tables
 from keras_tp.distribution.tensor_layout import axis_sizes
 from keras_tp.distribution.tensor_layout import format_bytes
 

@@ -1,4 +1,4 @@
-from keras_tp.distribution import tables
+from keras_tp.distribution.planning import tables
 
 
 def test_tables_and_lines():
