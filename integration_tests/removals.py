@@ -128,7 +128,7 @@ class Switchboard:
             return hook._replace(replace=replace)
 
         def handlers(hook):
-            """The row of DTensor's handlers: each of ours is a name."""
+            """The row of all handlers, or rules: each of ours is a name."""
 
             def replace(found):
                 new = dict(found)
@@ -156,7 +156,7 @@ class Switchboard:
                 for name in hook.attributes
             ]
             for hook in each:
-                if hook.attribute == "_custom_op_handlers":
+                if hook.attribute in ("_custom_op_handlers", "by_name"):
                     rows.append(handlers(hook))
                     continue
                 name = f"hook {hook.owner}.{hook.attribute}"

@@ -1,7 +1,5 @@
 """Batches as DTensors over the devices of several processes."""
 
-import functools
-
 import numpy as np
 import tensorflow as tf
 from keras.src import tree
@@ -11,16 +9,13 @@ from keras_tp.backend.processes import data_shards
 from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
+from keras_tp.backend.tensorflow.around import around
 
 
 def parts_of(current):
     """Returns the `Parts` of batches that a distribution gives to processes.
 
-    Args:
-        current: A `Distribution`, or `None`.
-
-    Returns:
-        `Parts`; `None` if every process is given the global batch.
+    `None` if every process is given the global batch.
     """
     if processes.world_size() == 1 or getattr(
         current, "auto_shard_dataset", True
@@ -59,25 +54,18 @@ def place(batch, current):
 
 def _placed(batch, current, parts):
     mesh, axis = current.device_mesh.backend_mesh, current.batch_dim_name
+    part = (0, 1)
+    if parts is not None:
+        part = parts.by_process[processes.index()], parts.count
     return tree.map_structure(
-        lambda leaf: boundary.place_batch(
-            leaf,
-            mesh,
-            axis,
-            part=(parts.by_process[processes.index()], parts.count)
-            if parts
-            else (0, 1),
-        ),
-        batch,
+        lambda leaf: boundary.place_batch(leaf, mesh, axis, part), batch
     )
 
 
 class InStep:
     """Places the batches of an epoch, in step with the other processes.
 
-    Args:
-        dataset: `tf.data.Dataset` of global batches, or of parts.
-        current: The `Distribution`.
+    The dataset has global batches, or parts of them.
     """
 
     def __init__(self, dataset, current):
@@ -96,22 +84,18 @@ class InStep:
             yield _placed(batch, self._current, parts if is_part else None)
 
 
-def hook_epoch_iterator(original):
+@around
+def hook_epoch_iterator(original, self, *args, **kwargs):
     """Makes all processes agree on the number of batches."""
-
-    @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
-        current = distribution()
-        original(self, *args, **kwargs)
-        if current is None or processes.world_size() == 1:
-            return
-        self.data_adapter = data_shards.AgreedLength(
-            self.data_adapter, processes.gather, parts_of(current) is not None
-        )
-        self._num_batches = self.data_adapter.num_batches
-        self._distributed_dataset = InStep(self._distributed_dataset, current)
-
-    return __init__
+    current = distribution()
+    original(self, *args, **kwargs)
+    if current is None or processes.world_size() == 1:
+        return
+    self.data_adapter = data_shards.AgreedLength(
+        self.data_adapter, processes.gather, parts_of(current) is not None
+    )
+    self._num_batches = self.data_adapter.num_batches
+    self._distributed_dataset = InStep(self._distributed_dataset, current)
 
 
 def _on_host(leaf):

@@ -4,9 +4,12 @@ import warnings
 
 import numpy as np
 import tensorflow as tf
+from keras.src import backend as keras_backend
+from keras.src import tree
 from keras.src.trainers.data_adapters import data_adapter_utils
 from tensorflow.experimental import dtensor
 
+from keras_tp.backend.tensorflow import errors
 from keras_tp.backend.tensorflow import placement
 
 # Warn if the dense rows of a sparse batch take more than this on a device.
@@ -16,10 +19,7 @@ LARGE_BATCH_BYTES = 2**28
 def batch_layout(shape, mesh, axis):
     """Returns the layout of a batch: replicated if the axis does not divide it.
 
-    Args:
-        shape: Shape of the batch; unknown dims are `None`.
-        mesh: `dtensor.Mesh`.
-        axis: String, mesh axis that splits the first dim, or `None`.
+    `axis` is the mesh axis that splits the first dim, or `None`.
     """
     specs = [dtensor.UNSHARDED] * len(shape)
     if specs and axis is not None and shape[0] is not None:
@@ -29,18 +29,11 @@ def batch_layout(shape, mesh, axis):
 
 
 def place_batch(batch, mesh, axis, part=(0, 1)):
-    """Puts a batch on the devices.
+    """Puts a batch on the devices; replicated if the axis does not divide it.
 
-    Args:
-        batch: Array, tensor or sparse tensor, which becomes dense. `None`,
-            strings, DTensors and scipy matrices are returned as they are.
-        mesh: `dtensor.Mesh`.
-        axis: String, mesh axis that splits the first dim, or `None`.
-        part: Pair of ints: the index of this process's part of the global
-            batch, and the number of parts. Defaults to `(0, 1)`.
-
-    Returns:
-        A DTensor; replicated if the axis does not divide the batch.
+    A sparse tensor becomes dense. `None`, strings, DTensors and scipy matrices
+    are returned as they are. `part` is the index of this process's part of the
+    global batch, and the number of parts.
     """
     if batch is None or isinstance(batch, tf.experimental.Optional):
         return None
@@ -107,13 +100,7 @@ def _place_sparse(batch, mesh, axis):
 
 
 def enter_mesh(value, mesh, axis):
-    """Places a batch; its gradient is a plain tensor.
-
-    Args:
-        value: Array or tensor.
-        mesh: `dtensor.Mesh`.
-        axis: String, mesh axis that splits the first dim, or `None`.
-    """
+    """Places a batch as `place_batch` does; its gradient is a plain tensor."""
     if placement.is_dtensor(value):
         return value
 
@@ -138,15 +125,14 @@ def leave_mesh(value):
     """
     if not isinstance(value, tf.Tensor) or not placement.is_dtensor(value):
         return value
-    layout = dtensor.fetch_layout(value)
+    layout = placement.layout_of(value)
 
     @tf.custom_gradient
     def leave(x):
         return placement.to_host(x), lambda dy: placement.place(dy, layout)
 
-    plain = (
-        leave(value) if value.dtype.is_floating else placement.to_host(value)
-    )
+    is_floating = value.dtype.is_floating
+    plain = leave(value) if is_floating else placement.to_host(value)
     _copy_notes(value, plain, leave_mesh)
     return plain
 
@@ -156,3 +142,29 @@ def _copy_notes(tensor, copy, move):
     for name in ("_keras_mask", "_keras_logits"):
         if getattr(tensor, name, None) is not None:
             setattr(copy, name, move(getattr(tensor, name)))
+
+
+def call_on_mesh(mesh, axis, function, args, kwargs, is_value):
+    """Calls a function on a mesh from outside of it.
+
+    `is_value` tells which of the arguments are placed on the mesh.
+    """
+
+    def placed(x):
+        return enter_mesh(x, mesh, axis) if is_value(x) else x
+
+    args, kwargs = tree.map_structure(placed, (args, kwargs))
+    with placement.on_mesh(mesh, axis), errors.explained():
+        outputs = function(*args, **kwargs)
+    # Later code runs off the mesh and needs whole, plain tensors.
+    return tree.map_structure(leave_mesh, outputs)
+
+
+def symbolic(x):
+    """Returns a `KerasTensor` in place of an array or tensor."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        return x
+    # Keras does not know numpy's string dtypes, which include a length.
+    is_text = getattr(x.dtype, "kind", None) in ("O", "S", "U")
+    dtype = "string" if is_text else keras_backend.standardize_dtype(x.dtype)
+    return keras_backend.KerasTensor(x.shape, dtype)

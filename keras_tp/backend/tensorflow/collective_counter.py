@@ -1,27 +1,22 @@
 """Counts the collectives of an executed step in the graphs of one device."""
 
+import contextlib
 import itertools
 import math
+import re
 
 import tensorflow as tf
 from keras.src import tree
 from keras.src.distribution.distribution_lib import distribution
-from tensorflow.experimental import dtensor
 from tensorflow.python.eager import context
 
 from keras_tp.backend.processes import data_shards
+from keras_tp.backend.tensorflow import functions
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import training
 from keras_tp.backend.tensorflow import variables
 
 _runs = itertools.count()
-_NAMES = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "collective_permute",
-)
 _OPS = {
     "CollectiveReduce": "all_reduce",
     "CollectiveGather": "all_gather",
@@ -44,15 +39,7 @@ _PURPOSES = {
 def count_step(model, x, y=None):
     """Runs one step of a model and counts its collectives.
 
-    Restores all state afterwards.
-
-    Args:
-        model: A Keras model whose distribution is the current one.
-        x: Inputs of one batch.
-        y: Targets of the batch. Defaults to `None`: a predict step.
-
-    Returns:
-        Dict of collective name to `(count, bytes)`.
+    Restores all state afterwards. Without `y` it is a predict step.
     """
     data = tree.map_structure(
         lambda v: (
@@ -64,12 +51,8 @@ def count_step(model, x, y=None):
     )
     eagerly, model.run_eagerly = model.run_eagerly, False
     try:
-        if y is None:
-            step = model.predict_step
-            if not all(layer.built for layer in model._flatten_layers()):
-                model._symbolic_build(data_batch=data)
-        else:
-            step = model.train_step
+        step = model.predict_step if y is None else model.train_step
+        if y is not None or not functions.is_built(model):
             model._symbolic_build(data_batch=data)
         with _state_kept(model):
             return count(_executed_graphs(model, step, data))
@@ -77,25 +60,20 @@ def count_step(model, x, y=None):
         model.run_eagerly = eagerly
 
 
-class _state_kept:
+@contextlib.contextmanager
+def _state_kept(model):
     """Restores the values of all distributed variables."""
-
-    def __init__(self, model):
-        self._kept = []
-        state = [*model.variables, *model.metrics_variables]
-        if getattr(model, "optimizer", None) is not None:
-            state += model.optimizer.variables
-        self._state = [v for v in state if variables.is_distributed(v)]
-
-    def __enter__(self):
-        # Shares the memory of the variable until an assignment.
-        self._kept = [v._value.read_value() for v in self._state]
-
-    def __exit__(self, *unused):
-        for variable, value in zip(self._state, self._kept):
-            mesh = dtensor.fetch_layout(value).mesh
-            with dtensor.default_mesh(mesh):
-                variable._value.assign(value)
+    state = [*model.variables, *model.metrics_variables]
+    if getattr(model, "optimizer", None) is not None:
+        state += model.optimizer.variables
+    state = [v._value for v in state if variables.is_distributed(v)]
+    # Shares the memory of the variable until an assignment.
+    kept = [(value, value.read_value()) for value in state]
+    try:
+        yield
+    finally:
+        for value, before in kept:
+            value.assign(before)
 
 
 def _executed_graphs(model, step, data):
@@ -114,7 +92,7 @@ def _executed_graphs(model, step, data):
     context.async_wait()
     context.context().enable_run_metadata()
     try:
-        tree.map_structure(placement.to_host, run(data))
+        placement.to_host(run(data))
         context.async_wait()
         metadata = context.context().export_run_metadata()
     finally:
@@ -130,12 +108,8 @@ def _executed_graphs(model, step, data):
 def count(graphs):
     """Counts the collectives of one device among the graphs of all devices.
 
-    Args:
-        graphs: List of `GraphDef` from run metadata.
-
-    Returns:
-        Dict of collective name to `(count, bytes)`, with the size of the
-        results on one device.
+    Returns a dict of collective name to `(count, bytes)`, with the size of the
+    results on one device.
     """
     by_device = {}
     for graph in graphs:
@@ -149,21 +123,19 @@ def count(graphs):
                 pair = device.setdefault(name, [0, 0])
                 pair[0] += 1
                 pair[1] += _bytes(node)
-    total = {name: [0, 0] for name in _NAMES}
+    total = {name: [0, 0] for name in _OPS.values()}
     if by_device:
         total.update(by_device[min(by_device)])
     return {name: tuple(pair) for name, pair in total.items()}
 
 
 def _kind(node):
-    for op, name in _OPS.items():
-        # An operation may have a version in its name.
-        if node.op in (op, op + "V2", op + "V3"):
-            for purpose, meant in _PURPOSES.items():
-                if purpose in node.name.split("/")[-1]:
-                    return meant
-            return name
-    return None
+    # An operation may have a version in its name.
+    name = _OPS.get(re.sub(r"V\d$", "", node.op))
+    for purpose, meant in _PURPOSES.items():
+        if name is not None and purpose in node.name.split("/")[-1]:
+            return meant
+    return name
 
 
 def _bytes(node):

@@ -32,12 +32,7 @@ devices.make_virtual()
 
 
 def list_devices(device_type=None):
-    """Returns the names of the devices of all processes.
-
-    Args:
-        device_type: String, `"cpu"`, `"gpu"` or `"tpu"`. Defaults to the
-            accelerator if there is one, else `"cpu"`.
-    """
+    """Returns the names of the devices of all processes."""
     devices.check_virtual()
     if num_processes() > 1:
         # Listed process by process, in the order of DTensor's meshes.
@@ -59,14 +54,7 @@ def get_device_count(device_type=None):
 
 
 def initialize(job_addresses, num_processes, process_id):
-    """Joins the other processes as a client of DTensor.
-
-    Args:
-        job_addresses: String, comma-separated `host:port` of all processes;
-            `None` if DTensor's own variables are set.
-        num_processes: Int, number of processes; `None` likewise.
-        process_id: Int, index of this process; `None` likewise.
-    """
+    """Joins the other processes as a client of DTensor."""
     processes.start(job_addresses, num_processes, process_id)
 
 
@@ -81,43 +69,24 @@ def process_id():
 
 
 def from_first_process(value):
-    """Returns the value of process 0, in every process.
-
-    A collective if there are several processes.
-
-    Args:
-        value: Value for `messages.encode`; ignored in the other processes.
-    """
+    """Returns the value of process 0, in every process."""
     return processes.from_first(value)
 
 
 def meet(what):
-    """Waits until every process has called this function.
-
-    A collective. One process alone does not wait.
-
-    Args:
-        what: String that names the call, for the error.
-
-    Raises:
-        RuntimeError: if a process does not arrive in time; names the process.
-    """
+    """Waits until every process has called this function."""
     processes.meet(what)
 
 
 def collective_library(device_type):
-    """Returns the name of the library that moves tensors: `"tensorflow"`.
-
-    A user cannot choose the library that TensorFlow uses inside.
-    """
+    """Returns `"tensorflow"`: a user cannot choose the library."""
     return "tensorflow"
 
 
 def activate():
     """Raises if TensorFlow would train wrongly; agrees on one seed.
 
-    The check runs only if there is one process. A collective. Called before the
-    hooks are installed.
+    The check runs only if there is one process.
     """
     selfcheck.disable_what_corrupts()
     if num_processes() == 1:
@@ -138,10 +107,8 @@ def is_tracing():
 def distribute_tensor(tensor, layout):
     """Changes the layout of a tensor, eagerly or while tracing.
 
-    Args:
-        tensor: Tensor or DTensor. Shape inference runs outside of any mesh:
-            there a symbolic tensor is returned as it is.
-        layout: `TensorLayout`, or a `dtensor.Layout`.
+    Shape inference runs outside of any mesh: there a symbolic tensor is
+    returned as it is.
     """
     if not tf.executing_eagerly() and placement.current_mesh() is None:
         return tensor
@@ -149,19 +116,7 @@ def distribute_tensor(tensor, layout):
 
 
 def distribute_data_input(per_process_batch, layout, batch_dim_name):
-    """Puts a batch on the devices.
-
-    Args:
-        per_process_batch: Array or tensor: the global batch, the same in every
-            process. Under a distribution with `auto_shard_dataset=False`, it
-            is this process's part of the batch, and the call is a collective.
-        layout: `TensorLayout`, or a `dtensor.Layout`. A batch that it cannot
-            split evenly is replicated.
-        batch_dim_name: String, mesh axis that splits the batch.
-
-    Returns:
-        The global batch as a DTensor.
-    """
+    """Puts a batch on the devices as a DTensor; a sparse one becomes dense."""
     if num_processes() > 1 and distribution() is not None:
         return batches.place(per_process_batch, distribution())
     mesh = getattr(layout, "backend_layout", layout).mesh
@@ -171,24 +126,13 @@ def distribute_data_input(per_process_batch, layout, batch_dim_name):
 def relayout_variable(variable, layout):
     """Moves a variable to another layout; its value stays the same.
 
-    A collective if there are several processes: each device then gathers the
-    whole value first.
-
-    Args:
-        variable: A Keras variable. With one process, the devices hold at most
-            its old and its new shards together.
-        layout: `TensorLayout`, or `None` for a plain variable on one device.
+    With several processes, each device gathers the whole value first.
     """
     variables.relayout(variable, layout)
 
 
 def variable_axes(variable):
-    """Returns the mesh axis that splits each dim of a variable's live tensor.
-
-    Returns:
-        Tuple with `None` or a mesh axis for each dim; `None` if the variable
-        is a plain one on one device.
-    """
+    """Returns the mesh axis that splits each dim of the live tensor."""
     value = variable._value
     if not isinstance(value, dtensor.DVariable):
         return None
@@ -197,10 +141,7 @@ def variable_axes(variable):
 
 
 def variable_bytes_by_device(variable):
-    """Returns a dict of device name to the bytes of a variable on the device.
-
-    A collective if there are several processes: reads the live tensors of each.
-    """
+    """Returns a dict of device name to the bytes of the live tensor there."""
     value = variable._value
     if not isinstance(value, dtensor.DVariable):
         device = tf.DeviceSpec.from_string(value.device)
@@ -211,10 +152,8 @@ def variable_bytes_by_device(variable):
     held = {}
     for device_id, _, part in placement.local_parts(value):
         device = tf.DeviceSpec.from_string(names[device_id])
-        name = f"{device.device_type}:{device.device_index}".lower()
-        if num_processes() > 1:
-            name = f"{device.device_type}:{device_id}".lower()
-        held[name] = held.get(name, 0) + part.nbytes
+        index = device.device_index if num_processes() == 1 else device_id
+        held[f"{device.device_type}:{index}".lower()] = part.nbytes
     if mesh.num_local_devices() < mesh.size:
         for others in processes.gather(held, "the bytes of a variable"):
             held.update(others)
@@ -222,39 +161,19 @@ def variable_bytes_by_device(variable):
 
 
 def why_gathered(variable, layer):
-    """Returns why a layer gathers a split variable to compute with it.
-
-    Args:
-        variable: A Keras variable of the layer, which is split.
-        layer: A Keras layer.
-
-    Returns:
-        String, empty if each device computes with its part of the variable.
-    """
+    """Returns why a layer gathers a split variable: for some convolutions."""
     return conv.why_gathered(variable, layer)
 
 
 def count_collectives(model, x, y=None):
-    """Counts the collectives that one executed step of a model contains.
-
-    Args:
-        model: A Keras model whose distribution is the current one.
-        x: Inputs of one batch.
-        y: Targets of the batch. Defaults to `None`: the forward pass.
-
-    Returns:
-        Dict of collective name to `(count, bytes)`.
-    """
+    """Counts the collectives that one executed step of a model contains."""
     return collective_counter.count_step(model, x, y)
 
 
 def launch(plan, argv):
     """Runs a script on a number of devices, in this process or in several.
 
-    Args:
-        plan: `supervisor.Plan`. If TensorFlow finds no accelerator, virtual
-            CPU devices are made.
-        argv: List of strings: the script and its arguments.
+    If TensorFlow finds no accelerator, virtual CPU devices are made.
     """
     plan = plan.with_processes()
     if plan.processes > 1 or plan.dry_run:
@@ -273,11 +192,7 @@ def launch(plan, argv):
 
 
 def how_to_launch(device_count):
-    """Returns a sentence on how to run this script on several devices.
-
-    Args:
-        device_count: Int, number of devices.
-    """
+    """Returns a sentence on how to run this script on several devices."""
     if commands.in_notebook():
         variables = _process_variables(device_count, 0)
         if tf.config.list_physical_devices("GPU"):

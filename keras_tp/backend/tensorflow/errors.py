@@ -27,12 +27,9 @@ _SHOWN = 3
 def explained(function=None):
     """Names the operation and its layers in a DTensor error of the block.
 
-    Args:
-        function: `tf.function` that runs in the block. Its graph shows which
-            layers contain the operation. Defaults to `None`.
-
-    Raises:
-        NotImplementedError: in place of an error about a missing expansion.
+    The graph of `function`, a `tf.function` that runs in the block, shows which
+    layers contain the operation. Raises `NotImplementedError` in place of an
+    error about a missing expansion.
     """
     try:
         yield
@@ -62,28 +59,23 @@ def _first_line(message):
 def _layers(function, operation):
     """Returns text that names the layers of an operation, or `""`."""
     names = []
-    for concrete in _traces(function):
-        for graph in (concrete.graph, *_inner_graphs(concrete.graph)):
-            for node in graph.get_operations():
-                if node.type != operation:
-                    continue
-                # Keras's layers are name scopes; the last part names the node.
-                scope = node.name.rpartition("/")[0]
-                if scope and scope not in names:
-                    names.append(scope)
+    for node in _nodes(function):
+        # Keras's layers are name scopes; the last part names the node.
+        scope = node.name.rpartition("/")[0]
+        if node.type == operation and scope and scope not in names:
+            names.append(scope)
     if not names:
         return ""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f" (in layer {', '.join(map(repr, names[:_SHOWN]))}{more})"
 
 
-def _traces(function):
-    traces = getattr(function, "_list_all_concrete_functions", None)
-    return traces() if traces is not None else []
-
-
-def _inner_graphs(graph):
-    for function in graph._functions.values():
-        inner = getattr(function, "graph", None)
-        if inner is not None:
-            yield inner
+def _nodes(function):
+    """Yields the operations in the traces of a `tf.function`, if it is one."""
+    if not hasattr(function, "_list_all_concrete_functions"):
+        return
+    for trace in function._list_all_concrete_functions():
+        inner = trace.graph._functions.values()
+        graphs = [getattr(f, "graph", None) for f in inner]
+        for graph in filter(None, [trace.graph, *graphs]):
+            yield from graph.get_operations()

@@ -9,11 +9,10 @@ from keras.src import backend as keras_backend
 from keras.src import tree
 from keras.src.distribution.distribution_lib import distribution
 from keras.src.distribution.distribution_lib import set_distribution
-from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import boundary
-from keras_tp.backend.tensorflow import errors
 from keras_tp.backend.tensorflow import placement
+from keras_tp.backend.tensorflow.around import around
 
 # Maps a function to the mesh of its variables and the batch axis.
 _meshes = weakref.WeakKeyDictionary()
@@ -42,8 +41,6 @@ class NeedsMeshError(Exception):
 class _Attempt:
     """One call of a function; `NeedsMeshError` may end its trace."""
 
-    again = False
-
     def __enter__(self):
         _calls.depth += 1
         _calls.wanted = _calls.model = None
@@ -53,43 +50,41 @@ class _Attempt:
         self.wanted, self.model = _calls.wanted, _calls.model
         _calls.wanted = _calls.model = None
         # Do not check the error's type: autograph may have replaced it.
-        self.again = self.wanted is not None or self.model is not None
-        return self.again
+        return self.wanted is not None or self.model is not None
 
 
-def hook_call(original):
+@around
+def hook_call(original, self, *args, **kwargs):
     """Runs a function that reads a sharded variable on the mesh.
 
     The first trace of a function shows whether it does. If so, this trace
     ends, its model is built and planned, and the function is traced again, on
     the mesh. A function with a DTensor argument runs there at once.
     """
-
-    @functools.wraps(original)
-    def __call__(self, *args, **kwargs):
-        if not tf.executing_eagerly() or placement.current_mesh() is not None:
-            return original(self, *args, **kwargs)
-        if self not in _meshes:
-            found = _mesh_of(args, kwargs)
-            if found is not None:
-                _meshes[self] = found
-        while True:
-            attempt = _Attempt()
-            with attempt:
-                if self in _meshes:
-                    return _call_on_mesh(original, self, args, kwargs)
+    if not placement.is_outermost():
+        return original(self, *args, **kwargs)
+    if self not in _meshes:
+        found = _mesh_of(args, kwargs)
+        if found is not None:
+            _meshes[self] = found
+    while True:
+        attempt = _Attempt()
+        with attempt:
+            if self not in _meshes:
                 return original(self, *args, **kwargs)
-            # Reset the function to untraced. Otherwise TensorFlow would go on
-            # with the unfinished trace.
-            self._created_variables = None
-            self._variable_creation_config = None
-            self._no_variable_creation_config = None
-            if attempt.wanted is not None:
-                _meshes[self] = attempt.wanted
-            if attempt.model is not None:
-                _prepare(*attempt.model)
-
-    return __call__
+            function = functools.partial(original, self)
+            return boundary.call_on_mesh(
+                *_meshes[self], function, args, kwargs, _is_value
+            )
+        # Reset the function to untraced. Otherwise TensorFlow would go on
+        # with the unfinished trace.
+        self._created_variables = None
+        self._variable_creation_config = None
+        self._no_variable_creation_config = None
+        if attempt.wanted is not None:
+            _meshes[self] = attempt.wanted
+        if attempt.model is not None:
+            prepare(*attempt.model)
 
 
 def note_model(model, args, kwargs):
@@ -109,83 +104,66 @@ def _own_distribution(model):
     return vars(model).get("_made_under") or distribution()
 
 
+def is_built(model):
+    """Returns whether all layers of a model are built."""
+    return all(layer.built for layer in model._flatten_layers())
+
+
 def _is_ready(model):
     if model in _prepared:
         return True
-    return all(layer.built for layer in model._flatten_layers()) and not any(
+    return is_built(model) and not any(
         getattr(variable, "_awaits_plan", False) for variable in model.weights
     )
 
 
-def _prepare(model, args, kwargs):
-    """Builds a model for its arguments and applies its sharding plan."""
+def prepare(model, args, kwargs):
+    """Builds a model for its arguments and applies its sharding plan.
+
+    A trace cannot create variables on the devices.
+    """
     _prepared.add(model)
     before = distribution()
     set_distribution(_own_distribution(model))
     try:
-        if not all(layer.built for layer in model._flatten_layers()):
-            args, kwargs = tree.map_structure(_symbolic, (args, kwargs))
+        if not is_built(model):
+            args, kwargs = tree.map_structure(boundary.symbolic, (args, kwargs))
             keras_backend.compute_output_spec(model.__call__, *args, **kwargs)
     finally:
         set_distribution(before)
-    for variable in model.weights:
+    for variable in model.variables:
         # The first read of a value applies the plan.
         _ = variable.value
 
 
-def _symbolic(x):
-    if not isinstance(x, tf.Tensor):
-        return x
-    dtype = keras_backend.standardize_dtype(x.dtype)
-    return keras_backend.KerasTensor(x.shape, dtype)
-
-
-# Models that `_prepare` has built and planned.
+# Models that `prepare` has built and planned.
 _prepared = weakref.WeakSet()
 
 
-def _call_on_mesh(original, function, args, kwargs):
-    mesh, axis = _meshes[function]
-
-    def placed(x):
-        is_value = isinstance(x, tf.Tensor) or hasattr(x, "__array_interface__")
-        return boundary.enter_mesh(x, mesh, axis) if is_value else x
-
-    args, kwargs = tree.map_structure(placed, (args, kwargs))
-    with placement.on_mesh(mesh, axis), errors.explained():
-        outputs = original(function, *args, **kwargs)
-    return tree.map_structure(boundary.leave_mesh, outputs)
+def _is_value(x):
+    return isinstance(x, tf.Tensor) or hasattr(x, "__array_interface__")
 
 
 def _mesh_of(args, kwargs):
     """Returns the mesh and the batch axis of the first DTensor argument."""
     for x in tree.flatten((args, kwargs)):
         if isinstance(x, tf.Tensor) and placement.is_dtensor(x):
-            mesh = dtensor.fetch_layout(x).mesh
-            return mesh, _batch_axis(mesh)
+            return _mesh_and_batch_axis(x)
     return None
 
 
-def _batch_axis(mesh):
-    current = distribution()
+def _mesh_and_batch_axis(x):
+    mesh, current = placement.layout_of(x).mesh, distribution()
     if current is None or current.device_mesh.backend_mesh != mesh:
-        return None
-    return current.batch_dim_name
+        return mesh, None
+    return mesh, current.batch_dim_name
 
 
 def check_captured(tensor):
-    """Ends the trace of a user's own function that captures a DTensor.
-
-    Args:
-        tensor: Eager tensor that the function captures off the mesh.
-    """
-    if not _calls.depth:
+    """Ends the trace of a user's own function that captures a DTensor."""
+    if not _calls.depth or not placement.is_dtensor(tensor):
         return
-    with tf.init_scope():
-        if not placement.is_dtensor(tensor):
-            return
-        mesh = dtensor.fetch_layout(tensor).mesh
-    _calls.wanted = mesh, _batch_axis(mesh)
+    _calls.wanted = _mesh_and_batch_axis(tensor)
     raise NeedsMeshError(
         "A variable on the devices of a mesh is read in a `tf.function`, which "
         "is traced again, on the mesh."

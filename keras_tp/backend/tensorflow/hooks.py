@@ -20,12 +20,7 @@ _LOSS_SCALE = "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer"
 
 
 def _is_distributed(model):
-    return any(
-        variables.is_distributed(variable)
-        and variable._value.layout.mesh.num_local_devices()
-        < variable._value.layout.mesh.size
-        for variable in model.variables
-    )
+    return any(map(variables.is_distributed, model.variables))
 
 
 TABLE = [
@@ -152,5 +147,5 @@ TABLE = [
         variables.hook_export,
         "a SavedModel is that of one device",
     ),
-    *table.TABLE,
+    table.ROW,
 ]

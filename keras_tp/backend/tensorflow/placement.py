@@ -6,83 +6,83 @@ import threading
 
 import numpy as np
 import tensorflow as tf
+from keras.src import tree
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import processes
+from keras_tp.backend.tensorflow.around import around
 
-_state = threading.local()
+
+class _State(threading.local):
+    # The mesh and the batch axis that `on_mesh` entered, or `None`.
+    current = None
+
+
+_state = _State()
 
 
 @contextlib.contextmanager
 def on_mesh(mesh, batch_axis=None):
     """Runs operations on a mesh; plain tensors are replicated.
 
-    Args:
-        mesh: `dtensor.Mesh`.
-        batch_axis: String, mesh axis that splits batches, or `None`.
+    `batch_axis` is the mesh axis that splits batches, or `None`.
     """
-    before = getattr(_state, "current", None)
-    _state.current = (mesh, batch_axis)
-    try:
-        with dtensor.default_mesh(mesh):
-            yield
-    finally:
-        _state.current = before
-
-
-def hook_default_mesh(original):
-    """Leaves DTensor's default mesh even if the block raises an error."""
-
-    @functools.wraps(original)
-    @contextlib.contextmanager
-    def _experimental_default_mesh(self, mesh):
-        context = original(self, mesh)
-        context.__enter__()
-        try:
-            yield
-        finally:
-            context.__exit__(None, None, None)
-
-    return _experimental_default_mesh
+    with _entered((mesh, batch_axis)), dtensor.default_mesh(mesh):
+        yield
 
 
 @contextlib.contextmanager
 def off_mesh():
     """Runs operations on the host, even within `on_mesh`."""
-    before = getattr(_state, "current", None)
-    _state.current = None
+    with _entered(None), tf.init_scope(), tf.device("CPU:0"):
+        yield
+
+
+@contextlib.contextmanager
+def _entered(current):
+    before, _state.current = _state.current, current
     try:
-        with tf.init_scope(), tf.device("CPU:0"):
-            yield
+        yield
     finally:
         _state.current = before
 
 
 def current_mesh():
     """Returns the mesh that `on_mesh` entered, or `None`."""
-    current = getattr(_state, "current", None)
-    return current and current[0]
+    return _state.current and _state.current[0]
 
 
 def batch_axis():
     """Returns the mesh axis that splits batches, or `None`."""
-    current = getattr(_state, "current", None)
-    return current and current[1]
+    return _state.current and _state.current[1]
+
+
+def is_outermost():
+    """Returns whether operations run eagerly, and not on a mesh."""
+    return tf.executing_eagerly() and _state.current is None
+
+
+@around
+@contextlib.contextmanager
+def hook_default_mesh(original, self, mesh):
+    """Leaves DTensor's default mesh even if the block raises an error."""
+    context = original(self, mesh)
+    context.__enter__()
+    try:
+        yield
+    finally:
+        context.__exit__(None, None, None)
 
 
 def custom_gradient(function):
     """Like `tf.custom_gradient`, but the gradient runs on the call's mesh.
 
     A custom loop computes gradients after it has left the mesh.
-
-    Args:
-        function: Callable that takes tensors and returns its result and a
-            gradient function.
     """
 
     @functools.wraps(function)
     def with_gradient(*args, **kwargs):
-        entered = getattr(_state, "current", None)
+        entered = _state.current
         result, gradient = function(*args, **kwargs)
 
         def gradient_on_mesh(*upstream, **kwargs):
@@ -100,34 +100,35 @@ def is_dtensor(x):
     """Returns whether `x` is an eager DTensor or a variable that holds one."""
     if isinstance(x, dtensor.DVariable):
         return True
-    if not isinstance(x, tf.Tensor) or not hasattr(x, "_handle_data"):
-        return False
-    if not hasattr(x, "numpy"):
+    # A tensor of a graph has no value.
+    if not isinstance(x, tf.Tensor) or not hasattr(x, "numpy"):
         return False
     # The check has to run eagerly, even while a function is traced.
     with tf.init_scope():
         return dtensor.is_dtensor(x)
 
 
+def layout_of(x):
+    """Returns the layout of an eager DTensor or variable, `None` for others."""
+    if isinstance(x, dtensor.DVariable):
+        return x.layout
+    if not is_dtensor(x):
+        return None
+    with tf.init_scope():
+        return dtensor.fetch_layout(x)
+
+
 def specs_of(x):
-    """Returns the mesh axes that split the dims of a tensor, if known.
+    """Returns the mesh axes that split the dims of a tensor, `None` if unknown.
 
     While tracing, DTensor does not know layouts yet. But a tensor read from a
-    variable is split like the variable.
-
-    Args:
-        x: Tensor or variable. It may have added dims of size 1 in front.
-
-    Returns:
-        List of mesh axes and `dtensor.UNSHARDED`, for the last dims at least;
-        `None` if the layout is not known.
+    variable is split like the variable. It may have added dims of size 1 in
+    front: the axes are those of the last dims at least.
     """
     x = getattr(x, "_value", x)
-    if isinstance(x, dtensor.DVariable):
-        return x.layout.sharding_specs
-    if is_dtensor(x):
-        with tf.init_scope():
-            return dtensor.fetch_layout(x).sharding_specs
+    layout = layout_of(x)
+    if layout is not None:
+        return layout.sharding_specs
     if not isinstance(x, tf.Tensor) or tf.executing_eagerly():
         return None
     while x.op.type in ("Cast", "ExpandDims", "Identity"):
@@ -135,24 +136,14 @@ def specs_of(x):
     if x.op.type != "ReadVariableOp":
         return None
     for outer, inner in x.graph.captures:
-        if inner is x.op.inputs[0] and hasattr(outer, "numpy"):
-            with tf.init_scope():
-                if dtensor.is_dtensor(outer):
-                    return dtensor.fetch_layout(outer).sharding_specs
+        layout = layout_of(outer) if inner is x.op.inputs[0] else None
+        if layout is not None:
+            return layout.sharding_specs
     return None
 
 
 def shard_slices(layout, shape, device_id):
-    """Returns the part of a tensor that one device of a mesh holds.
-
-    Args:
-        layout: `dtensor.Layout`.
-        shape: Tuple of ints, the shape of the whole tensor.
-        device_id: Int, global id of a device of the mesh.
-
-    Returns:
-        Tuple of `(start, stop)`, one for each dim.
-    """
+    """Returns the `(start, stop)` of each dim that one device holds."""
     mesh = layout.mesh
     position = int(np.argmax(np.ravel(mesh.global_device_ids()) == device_id))
     index = dict(
@@ -170,14 +161,10 @@ def shard_slices(layout, shape, device_id):
 
 
 def place(value, layout):
-    """Puts a value on the devices of a mesh, or changes its layout.
+    """Returns a value as a DTensor of a layout that divides it.
 
-    Args:
-        value: Array, tensor or DTensor; a symbolic tensor while tracing.
-        layout: `dtensor.Layout` that divides the value.
-
-    Returns:
-        A DTensor of that layout.
+    The value is an array, a tensor or a DTensor; while tracing, it may be
+    symbolic.
     """
     if is_dtensor(value):
         if dtensor.fetch_layout(value).mesh == layout.mesh:
@@ -190,9 +177,8 @@ def place(value, layout):
     shape = tuple(value.shape)
 
     def part_of(part):
-        if part == tuple((0, size) for size in shape):
-            return value
-        return value[tuple(slice(*ends) for ends in part)]
+        is_whole = part == tuple((0, size) for size in shape)
+        return value if is_whole else value[tuple(slice(*p) for p in part)]
 
     return place_parts(part_of, shape, layout)
 
@@ -201,9 +187,6 @@ def replicated(value):
     """Returns a constant on all devices of the current mesh.
 
     Eagerly, DTensor accepts plain constants only if they are a few integers.
-
-    Args:
-        value: Array or tensor.
     """
     layout = dtensor.Layout.replicated(current_mesh(), len(value.shape))
     return place(value, layout)
@@ -212,11 +195,8 @@ def replicated(value):
 def place_parts(part_of, shape, layout):
     """Puts a value on the devices of a mesh, part by part.
 
-    Args:
-        part_of: Callable that takes a tuple of `(start, stop)` for each dim
-            and returns that part of the value as an array.
-        shape: Tuple of ints, the shape of the whole value.
-        layout: `dtensor.Layout` that divides the shape.
+    `part_of` takes the `(start, stop)` of each dim, and returns that part of
+    the value as an array.
     """
     made = {}
     parts = []
@@ -230,13 +210,9 @@ def place_parts(part_of, shape, layout):
 
 
 def local_parts(tensor):
-    """Returns the parts of a DTensor on this process's devices.
+    """Returns a `(device_id, slices, array)` for each device of this process.
 
-    Args:
-        tensor: DTensor or `dtensor.DVariable`.
-
-    Returns:
-        List of `(device_id, slices, array)`; see `shard_slices`.
+    `slices` are those of `shard_slices`.
     """
     if isinstance(tensor, dtensor.DVariable):
         tensor = tensor.read_value()
@@ -273,42 +249,30 @@ def read(tensor):
 
 
 def part_from(parts, wanted):
-    """Assembles one part of a tensor from other parts of it.
-
-    Args:
-        parts: List of `(device_id, slices, array)`; see `local_parts`.
-        wanted: Tuple of `(start, stop)` for each dim.
-    """
+    """Assembles the part `wanted` of a tensor from `local_parts` of it."""
     shape = tuple(stop - start for start, stop in wanted)
     result = np.empty(shape, parts[0][2].dtype)
-    seen = set()
-    for _, held, array in parts:
-        if held in seen:
-            continue
-        seen.add(held)
-        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, wanted)]
-        if any(start >= stop for start, stop in both):
-            continue
-        to = tuple(
+
+    def within(shared, outer):
+        return tuple(
             slice(start - offset, stop - offset)
-            for (start, stop), (offset, _) in zip(both, wanted)
+            for (start, stop), (offset, _) in zip(shared, outer)
         )
-        source = tuple(
-            slice(start - offset, stop - offset)
-            for (start, stop), (offset, _) in zip(both, held)
-        )
-        result[to] = array[source]
+
+    for held, array in {held: array for _, held, array in parts}.items():
+        shared = [
+            (max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, wanted)
+        ]
+        if all(start < stop for start, stop in shared):
+            result[within(shared, wanted)] = array[within(shared, held)]
     return result
 
 
 def wait(outputs):
     """Waits for the step that computes some outputs; raises its error.
 
-    Reading a DTensor would also wait for the steps that were started later.
-    Blocks other Python threads.
-
-    Args:
-        outputs: Structure of the step's outputs, which are ready together.
+    The outputs are ready together. Reading a DTensor would also wait for the
+    steps that were started later. Blocks other Python threads.
     """
     for value in tf.nest.flatten(outputs):
         if is_dtensor(value):
@@ -359,9 +323,13 @@ def _forget_error(mesh):
     return None
 
 
-def to_host(value):
-    """Returns a DTensor as a plain tensor, and anything else as it is."""
-    if not is_dtensor(value):
-        return value
-    with tf.device("CPU:0"):
-        return tf.constant(read(value))
+def to_host(values):
+    """Returns a structure with plain tensors in place of DTensors."""
+
+    def plain(value):
+        if not is_dtensor(value):
+            return value
+        with tf.device("CPU:0"):
+            return tf.constant(read(value))
+
+    return tree.map_structure(plain, values)

@@ -50,12 +50,6 @@ def start(job_addresses=None, num_processes=None, process_id=None):
 
     Arguments that are `None` are read from DTensor's environment variables. If
     these are not set either, this process is the only one.
-
-    Args:
-        job_addresses: String, comma-separated `host:port` of all processes.
-            Defaults to `None`.
-        num_processes: Int. Defaults to `None`.
-        process_id: Int. Defaults to `None`.
     """
     if _store:
         return
@@ -65,23 +59,20 @@ def start(job_addresses=None, num_processes=None, process_id=None):
         "DTENSOR_CLIENT_ID": process_id,
     }
     if num_processes == 1 and not os.environ.get("DTENSOR_JOBS"):
-        given = {}
-    settings = {name: os.environ.get(name) for name in given}
+        return
+    settings = {}
     for name, value in given.items():
-        if value is None:
-            continue
-        if (settings[name] or str(value)) != str(value):
+        set_before = os.environ.get(name)
+        settings[name] = set_before if value is None else str(value)
+        if value is not None and (set_before or str(value)) != str(value):
             raise ValueError(
                 f"The environment variable {name} is set, and says otherwise "
                 "than `initialize`, or the variables KERAS_DISTRIBUTION_*. "
-                f"Leave out one of them. Received: {name}={settings[name]}; "
+                f"Leave out one of them. Received: {name}={set_before}; "
                 f"{value!r}"
             )
-        settings[name] = str(value)
-    jobs = [
-        job for job in (settings.get("DTENSOR_JOBS") or "").split(",") if job
-    ]
-    count = int(settings.get("DTENSOR_NUM_CLIENTS") or 1)
+    jobs = list(filter(None, (settings["DTENSOR_JOBS"] or "").split(",")))
+    count = int(settings["DTENSOR_NUM_CLIENTS"] or 1)
     if len(jobs) != count and (jobs or count > 1):
         raise ValueError(
             "TensorFlow needs the `host:port` of every process, separated by "
@@ -110,15 +101,13 @@ def start(job_addresses=None, num_processes=None, process_id=None):
     error_propagation.together(_store[0], _put, _get, tf.errors.OpError)
     host = jobs[0].rpartition(":")[0].strip("[]")
     heartbeats.start(
-        *(
-            host,
-            index(),
-            world_size(),
-            _put,
-            _get,
-            TIMEOUT_S,
-            error_propagation.end_now,
-        )
+        host,
+        index(),
+        world_size(),
+        _put,
+        _get,
+        TIMEOUT_S,
+        error_propagation.end_now,
     )
 
 

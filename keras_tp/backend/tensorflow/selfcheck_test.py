@@ -3,6 +3,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from keras_tp.backend.tensorflow import selfcheck
@@ -68,6 +69,40 @@ def test_training_passes_with_the_flag_that_keras_tp_sets():
     assert result.returncode == 0, result.stderr
 
 
+def adam(weight, gradient, m, v):
+    m = 0.9 * m + 0.1 * gradient
+    v = 0.999 * v + 0.001 * gradient * gradient
+    return weight - 0.01 * m / (v**0.5 + 1e-3), m, v
+
+
+def train_in_numpy():
+    rng = np.random.default_rng(0)
+    shapes = [(3, 4), (4,), (4, 2), (4, 3), (4, 2)]
+    drawn = [rng.standard_normal(shape).astype("float32") for shape in shapes]
+    *weights, x, y = [np.asarray(value, "float64") for value in drawn]
+    slots = [(0.0, 0.0)] * 3
+    losses = []
+    for _ in range(selfcheck.STEPS):
+        kernel, bias, out = weights
+        h = np.tanh(x @ kernel + bias)
+        error = h @ out - y
+        losses.append(float(np.mean(error**2)))
+        d_out = 2 * error / error.size
+        d_h = (d_out @ out.T) * (1 - h**2)
+        gradients = [x.T @ d_h, d_h.sum(0), h.T @ d_out]
+        stepped = [adam(w, g, *s) for w, g, s in zip(weights, gradients, slots)]
+        weights = [w for w, _, _ in stepped]
+        slots = [(m, v) for _, m, v in stepped]
+    return [losses, sum(losses), *weights]
+
+
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+def test_the_training_of_the_check_is_that_of_adam(devices):
+    found, wanted = selfcheck._train_on(devices), train_in_numpy()
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=selfcheck.TOLERANCE)
+
+
 def test_the_check_runs_once_for_each_process(monkeypatch):
     calls = []
     monkeypatch.setattr(selfcheck, "_passed", [])
@@ -77,7 +112,7 @@ def test_the_check_runs_once_for_each_process(monkeypatch):
     )
     selfcheck.check(["cpu:0", "cpu:1", "cpu:2"])
     selfcheck.check(["cpu:0", "cpu:1"])
-    assert calls == [["cpu:0", "cpu:1"]]
+    assert calls == [["cpu:0"], ["cpu:0", "cpu:1"]]
 
 
 @pytest.mark.parametrize("off", [0, 1, 2])
@@ -86,14 +121,16 @@ def test_wrong_losses_weights_and_metrics_are_all_found(monkeypatch, off):
     train = selfcheck._train_on
 
     def wrong(devices):
-        losses, total, weights = train(devices)
+        losses, total, *weights = train(devices)
+        if len(devices) == 1:
+            return [losses, total, *weights]
         if off == 0:
             losses = [*losses[:-1], losses[-1] + 1e-3]
         elif off == 1:
             total = total * 0
         else:
             weights[1] = weights[1] * float("nan")
-        return losses, total, weights
+        return [losses, total, *weights]
 
     monkeypatch.setattr(selfcheck, "_train_on", wrong)
     with pytest.raises(RuntimeError, match="wrong numbers"):

@@ -1,8 +1,5 @@
 """Keras variables whose value lies on the devices of a mesh."""
 
-import contextlib
-import functools
-
 import numpy as np
 import tensorflow as tf
 from keras.src.distribution.distribution_lib import distribution
@@ -12,6 +9,7 @@ from tensorflow.experimental import dtensor
 from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
+from keras_tp.backend.tensorflow.around import around
 
 
 class ShardedVariable(dtensor.DVariable):
@@ -56,9 +54,8 @@ class ShardedVariable(dtensor.DVariable):
     def _placed(self, value):
         """Places an eager value of the variable's shape in its layout."""
         value = getattr(value, "_value", value)
-        if not tf.executing_eagerly() or tuple(np.shape(value)) != tuple(
-            self.shape
-        ):
+        has_shape = tuple(np.shape(value)) == tuple(self.shape)
+        if not tf.executing_eagerly() or not has_shape:
             return value
         return tf.cast(placement.place(value, self.layout), self.dtype)
 
@@ -69,26 +66,18 @@ class ShardedVariable(dtensor.DVariable):
         return np.asarray(placement.read(self), dtype=dtype)
 
 
-def hook_is_dtensor(original):
+@around
+def hook_is_dtensor(original, self, tensor):
     """Recognizes a sharded variable off the mesh, where `_handle` is `None`."""
-
-    @functools.wraps(original)
-    def is_dtensor(self, tensor):
-        return isinstance(tensor, ShardedVariable) or original(self, tensor)
-
-    return is_dtensor
+    return isinstance(tensor, ShardedVariable) or original(self, tensor)
 
 
-def hook_fetch_layout(original):
+@around
+def hook_fetch_layout(original, self, dtensor):
     """Returns the layout of a sharded variable without a read of its value."""
-
-    @functools.wraps(original)
-    def fetch_layout(self, dtensor):
-        if isinstance(dtensor, ShardedVariable):
-            return dtensor.layout
-        return original(self, dtensor)
-
-    return fetch_layout
+    if isinstance(dtensor, ShardedVariable):
+        return dtensor.layout
+    return original(self, dtensor)
 
 
 def _is_read_whole():
@@ -105,29 +94,20 @@ def relayout(variable, layout):
     """Moves a variable; see `distribution_lib.relayout_variable`."""
     old = variable._value
     shape = tuple(old.shape)
-    if isinstance(old, dtensor.DVariable) and processes.world_size() == 1:
+    whole = tuple((0, size) for size in shape)
+    if is_distributed(variable) and processes.world_size() == 1:
         parts = placement.local_parts(old)
     else:
-        whole = tuple((0, size) for size in shape)
-        value = _whole(old)
-        parts = [(0, whole, value)]
+        parts = [(0, whole, _whole(old))]
+
+    def part_of(part):
+        return placement.part_from(parts, part)
+
     if layout is None:
-        whole = tuple((0, size) for size in shape)
-        with placement.off_mesh():
-            new = tf.Variable(
-                placement.part_from(parts, whole),
-                trainable=variable.trainable,
-                name=variable.name,
-            )
+        new = _plain(variable, part_of(whole))
     else:
-        new = _variable(
-            variable,
-            placement.place_parts(
-                lambda part: placement.part_from(parts, part),
-                shape,
-                layout.backend_layout,
-            ),
-        )
+        placed = placement.place_parts(part_of, shape, layout.backend_layout)
+        new = _sharded(variable, placed)
     # Optimizers identify their variables by this id.
     new._unique_id = old._unique_id
     variable._layout = layout
@@ -143,108 +123,88 @@ def _whole(value):
     return value
 
 
-def _variable(variable, value):
-    with tf.init_scope():
-        with dtensor.default_mesh(dtensor.fetch_layout(value).mesh):
-            return ShardedVariable(
-                value, trainable=variable.trainable, name=variable.name
-            )
+def _sharded(variable, value):
+    mesh = placement.layout_of(value).mesh
+    with tf.init_scope(), dtensor.default_mesh(mesh):
+        return ShardedVariable(
+            value, trainable=variable.trainable, name=variable.name
+        )
 
 
-@contextlib.contextmanager
-def on_one_device(layer):
-    """Gives the variables of a layer plain values on one device in the block.
+def _plain(variable, value):
+    with placement.off_mesh():
+        return tf.Variable(
+            value, trainable=variable.trainable, name=variable.name
+        )
 
-    A SavedModel needs all values on one device. Afterwards the variables get
-    their old values back, so functions compiled for the mesh stay valid.
+
+@around
+def hook_export(original, self, *args, **kwargs):
+    """Exports a SavedModel, which needs all values on one device.
+
+    Afterwards the variables get their old values back, so functions compiled
+    for the mesh stay valid.
     """
-    held = [v for v in layer.variables if is_distributed(v)]
-    kept = [(v, v._value, v._layout) for v in held]
+    kept = [
+        (v, v._value, v._layout) for v in self.variables if is_distributed(v)
+    ]
+    if not kept:
+        return original(self, *args, **kwargs)
     before = distribution()
     try:
         for variable, value, _ in kept:
-            with placement.off_mesh():
-                variable._value = tf.Variable(
-                    placement.read(value),
-                    trainable=variable.trainable,
-                    name=variable.name,
-                )
+            variable._value = _plain(variable, placement.read(value))
             variable._layout = None
         set_distribution(None)
-        yield
+        return original(self, *args, **kwargs)
     finally:
         set_distribution(before)
         for variable, value, layout in kept:
             variable._value, variable._layout = value, layout
 
 
-def hook_export(original):
-    """Exports a SavedModel with all variables on one device."""
-
-    @functools.wraps(original)
-    def export(self, *args, **kwargs):
-        if not any(is_distributed(v) for v in self.variables):
-            return original(self, *args, **kwargs)
-        with on_one_device(self):
-            return original(self, *args, **kwargs)
-
-    return export
-
-
-def hook_initialize(original):
+@around
+def hook_initialize(original, self, value):
     """Gives each device its part of a variable's initial value."""
-
-    @functools.wraps(original)
-    def _initialize(self, value):
-        current = distribution()
-        if isinstance(value, tf.Variable) or (
-            current is None and self._layout is None
-        ):
-            return original(self, value)
-        with placement.off_mesh():
-            # On the host, so that the values are the same as on one device.
-            # The host's memory holds the whole variable meanwhile.
-            value = value() if callable(value) else value
-            if placement.is_dtensor(value):
-                value = placement.read(value)
-            value = tf.cast(value, self._dtype)
-            self._shape = self._validate_shape(value.shape)
-            if self._layout is None:
-                self._layout = current.get_variable_layout(self)
-            processes.same_array(np.asarray(value))
-            placed = placement.place(value, self._layout.backend_layout)
-        self._value = _variable(self, placed)
-
-    return _initialize
-
-
-def hook_direct_assign(original):
-    """Gives an assigned value the layout of its variable."""
-
-    @functools.wraps(original)
-    def _direct_assign(self, value):
-        if not is_distributed(self):
-            return original(self, value)
-        value = getattr(value, "_value", value)
-        if tf.executing_eagerly() and not placement.is_dtensor(value):
-            with tf.device("CPU:0"):
-                value = tf.cast(value, self._value.dtype)
-            processes.same_array(np.asarray(value))
-        elif not tf.executing_eagerly():
-            value = tf.cast(value, self._value.dtype)
-        self._value.assign(value)
-
-    return _direct_assign
-
-
-def hook_convert_to_numpy(original):
-    """Puts the parts of a DTensor together on the host."""
-
-    @functools.wraps(original)
-    def convert_to_numpy(x):
-        value = getattr(x, "_value", x)
+    current = distribution()
+    if isinstance(value, tf.Variable) or (
+        current is None and self._layout is None
+    ):
+        return original(self, value)
+    with placement.off_mesh():
+        # On the host, so that the values are the same as on one device.
+        # The host's memory holds the whole variable meanwhile.
+        value = value() if callable(value) else value
         if placement.is_dtensor(value):
-            return placement.read(value)
-        return original(x)
+            value = placement.read(value)
+        value = tf.cast(value, self._dtype)
+        self._shape = self._validate_shape(value.shape)
+        if self._layout is None:
+            self._layout = current.get_variable_layout(self)
+        processes.same_array(np.asarray(value))
+        placed = placement.place(value, self._layout.backend_layout)
+    self._value = _sharded(self, placed)
 
-    return convert_to_numpy
+
+@around
+def hook_direct_assign(original, self, value):
+    """Gives an assigned value the layout of its variable."""
+    if not is_distributed(self):
+        return original(self, value)
+    value = getattr(value, "_value", value)
+    if tf.executing_eagerly() and not placement.is_dtensor(value):
+        with tf.device("CPU:0"):
+            value = tf.cast(value, self._value.dtype)
+        processes.same_array(np.asarray(value))
+    elif not tf.executing_eagerly():
+        value = tf.cast(value, self._value.dtype)
+    self._value.assign(value)
+
+
+@around
+def hook_convert_to_numpy(original, x):
+    """Puts the parts of a DTensor together on the host."""
+    value = getattr(x, "_value", x)
+    if placement.is_dtensor(value):
+        return placement.read(value)
+    return original(x)

@@ -16,12 +16,6 @@ from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow.ops import sliding_windows
 
-_CHANNELS = "DTensor's own wants whole channels"
-
-
-def _is_tensor(x):
-    return tf.is_tensor(x) or isinstance(x, tf.Variable)
-
 
 def batch_parallel(original, *args, **kwargs):
     """Runs an operation on whole features; only the batch may be split.
@@ -33,7 +27,8 @@ def batch_parallel(original, *args, **kwargs):
     first = True
     placed = []
     for x in args:
-        if _is_tensor(x) and len(x.shape) > 1:
+        is_tensor = tf.is_tensor(x) or isinstance(x, tf.Variable)
+        if is_tensor and len(x.shape) > 1:
             x = tf.convert_to_tensor(x)
             layout = boundary.batch_layout(
                 x.shape, mesh, axis if first else None
@@ -49,15 +44,11 @@ def batch_parallel(original, *args, **kwargs):
 
 
 def _split_channels(kernel):
-    """Returns the mesh axes that split a kernel's last two dims.
+    """Returns the mesh axes that split a kernel's last two dims, or `None`.
 
-    Args:
-        kernel: Tensor. It counts as whole if it is computed from variables, not
-            just read from one.
-
-    Returns:
-        Pair of strings or `None`. The batch axis counts as `None`, because
-        dims that it splits are gathered.
+    A kernel counts as whole if it is computed from variables, not just read
+    from one. The batch axis counts as `None`, because dims that it splits are
+    gathered.
     """
     specs = placement.specs_of(kernel)
     if specs is None:
@@ -73,13 +64,16 @@ def why_gathered(variable, layer):
     if not isinstance(layer, (BaseConv, BaseConvTranspose)):
         return ""
     specs = placement.specs_of(variable)
-    positions = specs[: len(layer.kernel_size)]
-    if len(specs) <= len(positions):
+    positions = specs[: layer.rank]
+    if len(specs) <= layer.rank:
         # A bias.
         return ""
     if getattr(layer, "groups", 1) > 1:
         kernel = "a kernel of several groups"
-    elif layer.data_format == "channels_first":
+    elif layer.data_format == "channels_first" and (
+        isinstance(layer, BaseConvTranspose)
+        or not _needs_channels_last(layer.rank, layer.dilation_rate)
+    ):
         kernel = "a kernel where channels come first"
     elif getattr(layer, "lora_enabled", False):
         kernel = "a kernel that is computed from several variables"
@@ -102,8 +96,7 @@ def _lay_out(image, channel_axis):
 
 
 def _check_channels_last(what, data_format, padding):
-    first = data_format is not None and data_format.startswith("NC")
-    if first or not isinstance(padding, str):
+    if _is_channels_first(data_format) or not isinstance(padding, str):
         raise NotImplementedError(
             f"Under a distribution, {what} needs channels last, and padding "
             f"'same' or 'valid'. Received: data_format={data_format!r}, "
@@ -111,13 +104,30 @@ def _check_channels_last(what, data_format, padding):
         )
 
 
-def _channels_first(data_format):
+def _is_channels_first(data_format):
     return data_format is not None and data_format.startswith("NC")
+
+
+def _needs_windows(rank, dilations):
+    """Returns whether TensorFlow's own convolution cannot run on a mesh.
+
+    DTensor has none of 1 dim. TensorFlow's CPU kernels have no gradient of a
+    dilated one.
+    """
+    return rank == 1 or max(sliding_windows.per_dim(dilations, rank)) > 1
+
+
+def _needs_channels_last(rank, dilations):
+    """Returns whether a channels-first image is transposed.
+
+    The other kernels, undilated ones of 2 dims, are gathered.
+    """
+    return rank == 3 or _needs_windows(rank, dilations)
 
 
 def convolution(
     original,
-    input,  # noqa: A002
+    input,
     filters,
     strides=None,
     padding="VALID",
@@ -127,31 +137,22 @@ def convolution(
 ):
     """Uses sliding windows if the kernel is split or nothing else works.
 
-    DTensor has no 1D convolution. TensorFlow's CPU kernels have no gradient of
-    a dilated convolution, or of a 3D one with groups. Kernels with groups, and
-    undilated 2D ones with channels first, are gathered.
+    Kernels with groups are gathered. TensorFlow's CPU kernels have no gradient
+    of a 3D convolution with groups.
     """
     rank = len(input.shape) - 2
-    axes = _split_channels(filters)
-    grouped = (
-        not _channels_first(data_format)
-        and filters.shape[-2] != input.shape[-1]
-    )
-    no_other_way = (
-        rank == 1
-        or max(sliding_windows.per_dim(dilations, rank)) > 1
-        or (rank == 3 and grouped)
-    )
-    if _channels_first(data_format) and (no_other_way or rank == 3):
-        given = strides, padding, None, dilations
+    channels_first = _is_channels_first(data_format)
+    if channels_first and _needs_channels_last(rank, dilations):
         x = tf.transpose(input, [0, *range(2, rank + 2), 1])
-        y = convolution(original, x, filters, *given)
+        y = convolution(original, x, filters, strides, padding, None, dilations)
         return tf.transpose(y, [0, rank + 1, *range(1, rank + 1)])
-    if no_other_way:
+    axes = _split_channels(filters)
+    is_grouped = not channels_first and filters.shape[-2] != input.shape[-1]
+    if _needs_windows(rank, dilations) or (rank == 3 and is_grouped):
         _check_channels_last(
             "a convolution of 1 dim, or dilated,", data_format, padding
         )
-        if grouped:
+        if is_grouped:
             count = input.shape[-1] // filters.shape[-2]
             filters = tf.convert_to_tensor(filters)
             whole = dtensor.Layout.replicated(
@@ -165,7 +166,7 @@ def convolution(
             return tf.concat(
                 [convolution(original, x, w, *given) for x, w in groups], -1
             )
-    elif grouped or not any(axes) or _channels_first(data_format):
+    elif is_grouped or channels_first or not any(axes):
         return batch_parallel(
             original,
             input,
@@ -174,32 +175,16 @@ def convolution(
             padding=padding,
             data_format=data_format,
         )
-    x, kernel = tf.convert_to_tensor(input), tf.convert_to_tensor(filters)
+    image = input.shape[1:-1]
     window = sliding_windows.window(
-        x.shape[1:-1], kernel.shape[:-2], strides, padding, dilations
+        image, filters.shape[:-2], strides, padding, dilations
     )
-
-    @placement.custom_gradient
-    def convolve(x, kernel):
-        x = _lay_out(x, axes[0])
-        y = sliding_windows.correlate(x, kernel, window)
-
-        def gradient(dy):
-            dy = _lay_out(dy, axes[1])
-            dx = sliding_windows.spread(dy, kernel, window, x.shape[1:-1])
-            return (
-                _lay_out(dx, axes[0]),
-                sliding_windows.kernel_gradient(x, dy, window),
-            )
-
-        return _lay_out(y, axes[1]), gradient
-
-    return convolve(x, kernel)
+    return _convolve(input, filters, window, image, axes)
 
 
 def conv_transpose(
     original,
-    input,  # noqa: A002
+    input,
     filters,
     output_shape,
     strides,
@@ -210,7 +195,7 @@ def conv_transpose(
 ):
     """Uses the gradient of a windowed convolution if the kernel is split."""
     axes = _split_channels(filters)
-    if not any(axes) or _channels_first(data_format):
+    if not any(axes) or _is_channels_first(data_format):
         return batch_parallel(
             original,
             input,
@@ -221,49 +206,55 @@ def conv_transpose(
             data_format=data_format,
             dilations=dilations,
         )
-    y, kernel = tf.convert_to_tensor(input), tf.convert_to_tensor(filters)
     image = tuple(int(tf.get_static_value(n)) for n in output_shape[1:-1])
     window = sliding_windows.window(
-        image, kernel.shape[:-2], strides, padding, dilations
+        image, filters.shape[:-2], strides, padding, dilations
     )
+    return _convolve(input, filters, window, image, axes, is_transposed=True)
+
+
+def _convolve(x, kernel, window, image, axes, is_transposed=False):
+    """Convolves by sliding windows; transposed, it is the gradient of that.
+
+    `image` is the spatial size of the larger image, and `axes` split its
+    channels and those of the smaller one.
+    """
+
+    def correlate(x, kernel):
+        return sliding_windows.correlate(x, kernel, window)
+
+    def spread(y, kernel):
+        return sliding_windows.spread(y, kernel, window, image)
+
+    forward, backward = correlate, spread
+    if is_transposed:
+        forward, backward, axes = spread, correlate, axes[::-1]
 
     @placement.custom_gradient
-    def convolve(y, kernel):
-        y = _lay_out(y, axes[1])
-        x = sliding_windows.spread(y, kernel, window, image)
+    def convolve(x, kernel):
+        x = _lay_out(x, axes[0])
 
-        def gradient(dx):
-            dx = _lay_out(dx, axes[0])
-            dy = sliding_windows.correlate(dx, kernel, window)
+        def gradient(dy):
+            dy = _lay_out(dy, axes[1])
+            ends = (dy, x) if is_transposed else (x, dy)
             return (
-                _lay_out(dy, axes[1]),
-                sliding_windows.kernel_gradient(dx, y, window),
+                _lay_out(backward(dy, kernel), axes[0]),
+                sliding_windows.kernel_gradient(*ends, window),
             )
 
-        return _lay_out(x, axes[0]), gradient
+        return _lay_out(forward(x, kernel), axes[1]), gradient
 
-    return convolve(y, kernel)
+    return convolve(tf.convert_to_tensor(x), tf.convert_to_tensor(kernel))
 
 
-def conv1d(
-    original,
-    input,  # noqa: A002
-    filters,
-    stride,
-    padding,
-    data_format="NWC",
-    dilations=None,
-    name=None,
-):
+def conv1d(original, input, filters, stride, *args, **kwargs):
     """The same as `convolution`."""
-    return convolution(
-        None, input, filters, stride, padding, data_format, dilations
-    )
+    return convolution(original, input, filters, stride, *args, **kwargs)
 
 
 def pool(
     original,
-    input,  # noqa: A002
+    input,
     window_shape,
     pooling_type,
     strides=None,
@@ -290,13 +281,7 @@ def pool(
 
 
 def max_pool(
-    original,
-    input,  # noqa: A002
-    ksize,
-    strides,
-    padding,
-    data_format=None,
-    name=None,
+    original, input, ksize, strides, padding, data_format=None, name=None
 ):
     """Uses TensorFlow's own if the mesh can split nothing but the batch."""
     mesh, axis = placement.current_mesh(), placement.batch_axis()
@@ -308,13 +293,7 @@ def max_pool(
 
 
 def avg_pool(
-    original,
-    input,  # noqa: A002
-    ksize,
-    strides,
-    padding,
-    data_format=None,
-    name=None,
+    original, input, ksize, strides, padding, data_format=None, name=None
 ):
     """Uses windows, because DTensor has no gradient of TensorFlow's own."""
     return pool(None, input, ksize, "AVG", strides, padding, data_format)
@@ -322,8 +301,8 @@ def avg_pool(
 
 def depthwise_conv2d(
     original,
-    input,  # noqa: A002
-    filter,  # noqa: A002
+    input,
+    filter,
     strides,
     padding,
     data_format=None,
@@ -346,7 +325,7 @@ def depthwise_conv2d(
 
 def separable_conv2d(
     original,
-    input,  # noqa: A002
+    input,
     depthwise_filter,
     pointwise_filter,
     strides,
@@ -362,50 +341,9 @@ def separable_conv2d(
     return tf.nn.conv2d(x, pointwise_filter, 1, "VALID")
 
 
-def conv2d(
-    original,
-    input,  # noqa: A002
-    filters,
-    strides,
-    padding,
-    data_format="NHWC",
-    dilations=None,
-    name=None,
-):
-    """The same as `convolution`."""
-    return convolution(
-        tf.nn.convolution,
-        input,
-        filters,
-        strides,
-        padding,
-        data_format,
-        dilations,
-    )
-
-
 def bias_add(original, value, bias, data_format=None, name=None):
     """Broadcasts a channels-first bias; DTensor would split the batch by it."""
-    if not _channels_first(data_format):
+    if not _is_channels_first(data_format):
         return original(value, bias, data_format, name)
     shape = [1, -1] + [1] * (len(value.shape) - 2)
     return value + tf.reshape(bias, shape)
-
-
-RULES = [
-    ("tensorflow:nn", "bias_add", bias_add, "DTensor splits another dim"),
-    *(
-        ("tensorflow:nn", name, rule, _CHANNELS)
-        for name, rule in {
-            "convolution": convolution,
-            "conv1d": conv1d,
-            "conv2d": conv2d,
-            "conv_transpose": conv_transpose,
-            "max_pool": max_pool,
-            "pool": pool,
-            "avg_pool": avg_pool,
-            "depthwise_conv2d": depthwise_conv2d,
-            "separable_conv2d": separable_conv2d,
-        }.items()
-    ),
-]

@@ -274,3 +274,37 @@ def test_what_is_computed_whole_is_reported(name):
     assert "computed whole" in row.why
     counts = dist.count_collectives(model, *data(model))
     assert counts["all_gather"][0] > 0
+
+
+# Name: size of the images, the layer, and whether its kernel is gathered.
+CHANNELS_FIRST = {
+    "conv1d": (SEQUENCE, layers.Conv1D, {}, False),
+    "conv2d": (IMAGE, layers.Conv2D, {}, True),
+    "conv2d_dilated": (IMAGE, layers.Conv2D, {"dilation_rate": 2}, False),
+    "conv3d": (VOLUME, layers.Conv3D, {}, False),
+}
+
+
+@pytest.mark.parametrize("name", CHANNELS_FIRST)
+def test_channels_first_kernels_are_reported_as_they_are_computed(name):
+    size, layer, arguments, is_gathered = CHANNELS_FIRST[name]
+
+    def build(shape, data_format):
+        keras.utils.set_random_seed(1)
+        convolution = layer(
+            12, 2, data_format=data_format, name="convolution", **arguments
+        )
+        return keras.Sequential([keras.Input(shape), convolution], "images")
+
+    x = np.random.default_rng(2).normal(size=(BATCH, *size, 3)).astype("f")
+    expected = build((*size, 3), "channels_last").predict(x, verbose=0)
+    axes = (*(None,) * len(size), None, "model")
+    with model_parallel({".*convolution/kernel": axes}).scope():
+        model = build((3, *size), "channels_first")
+    x = np.moveaxis(x, -1, 1)
+    found = np.moveaxis(model.predict(x, verbose=0), 1, -1)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+    why = dist.describe(model)["images/convolution/kernel"].why
+    assert ("computed whole" in why) == is_gathered
+    gathers = dist.count_collectives(model, x)["all_gather"]
+    assert (gathers[0] > 0) == is_gathered

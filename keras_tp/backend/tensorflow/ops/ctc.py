@@ -38,7 +38,8 @@ def ctc_loss(
     blanks = tf.zeros_like(labels) + mask_index
     states = [tf.expand_dims(x, 2) for x in (blanks, labels)]
     size = 2 * labels.shape[1]
-    states = tf.reshape(tf.concat(states, 2), [*_rows(labels), size])
+    rows = -1 if labels.shape[0] is None else labels.shape[0]
+    states = tf.reshape(tf.concat(states, 2), [rows, size])
     states = tf.concat([states, blanks[:, :1]], 1)
     # A blank may be left out between labels that differ.
     differs = tf.logical_and(
@@ -57,10 +58,6 @@ def ctc_loss(
     return tf.cast(_loss(seen, skipped, ends, frame_count[:, None]), dtype)
 
 
-def _rows(labels):
-    return [-1 if labels.shape[0] is None else labels.shape[0]]
-
-
 def _placed(value):
     """Returns an int32 tensor; replicates it if it is eager and plain."""
     value = tf.convert_to_tensor(value)
@@ -73,13 +70,10 @@ def _placed(value):
 def _loss(seen, skipped, ends, frame_count):
     """Returns the negative log-likelihood of each sample.
 
-    Args:
-        seen: Tensor `(frames, batch, states)`, log-probability of each state
-            in each frame.
-        skipped: Tensor `(batch, states - 2)`, 0 for states that can be reached
-            by skipping one, `_NEVER` for the others.
-        ends: Tensor `(batch, states)`, 0 where an alignment may end.
-        frame_count: Tensor `(batch, 1)` of ints.
+    `seen`, `(frames, batch, states)`, has the log-probability of each state in
+    each frame. `skipped`, `(batch, states - 2)`, is 0 for states that can be
+    reached by skipping one, `_NEVER` for the others. `ends`, `(batch, states)`,
+    is 0 where an alignment may end. `frame_count` is `(batch, 1)`.
     """
     seen = tf.unstack(seen)
     nowhere = tf.zeros_like(ends[:, :1]) + _NEVER
@@ -126,13 +120,3 @@ def _log_sum(a, b, c):
     largest = tf.maximum(tf.maximum(a, b), c)
     total = tf.exp(a - largest) + tf.exp(b - largest) + tf.exp(c - largest)
     return largest + tf.math.log(total)
-
-
-RULES = [
-    (
-        "keras.src.backend.tensorflow.nn",
-        "ctc_loss",
-        ctc_loss,
-        "TensorFlow's loss scatters, which DTensor cannot do on a split tensor",
-    ),
-]

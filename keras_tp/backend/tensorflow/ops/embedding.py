@@ -25,14 +25,9 @@ _ELEMENTWISE = {
 def _parts_of_rows(table):
     """Returns over how many devices the rows of a table are split.
 
-    Args:
-        table: Tensor or variable. If it is computed from variables, as with
-            LoRA or packed integers, the split is known only while rows stay
-            rows.
-
-    Returns:
-        Int; 1 if the rows are whole or their split is not known. Also 1 if the
-        batch axis splits the rows, because each device then looks up others.
+    In a table computed from variables, as with LoRA or packed integers, the
+    split is known only while rows stay rows. 1 if it is not known, and if the
+    batch axis splits the rows, because each device then looks up others.
     """
     axis = _axis_of_dim(table, 0)
     if axis in (None, dtensor.UNSHARDED, placement.batch_axis()):
@@ -75,16 +70,11 @@ def _sources(x, dim):
         if tf.get_static_value(inputs[-1]) != dim:
             yield inputs[0], dim
     elif op.type in ("ExpandDims", "Reshape", "StridedSlice"):
-        yield from _same_place(inputs[0], x, dim)
-
-
-def _same_place(source, x, dim):
-    """Yields `source` and its dim of the same size and stride."""
-    for i, size in enumerate(source.shape):
-        if size == x.shape[dim] and (
-            math.prod(source.shape[i + 1 :]) == math.prod(x.shape[dim + 1 :])
-        ):
-            yield source, i
+        after = math.prod(x.shape[dim + 1 :])
+        for i, same in enumerate(inputs[0].shape):
+            # The same size and stride.
+            if same == size and math.prod(inputs[0].shape[i + 1 :]) == after:
+                yield inputs[0], i
 
 
 def gather(
@@ -146,6 +136,3 @@ def gather(
         return tf.reshape(total, [*indices.shape, *row]), gradient
 
     return look_up(tf.convert_to_tensor(params))
-
-
-RULES = [("tensorflow", "gather", gather, "DTensor's gathers the table")]

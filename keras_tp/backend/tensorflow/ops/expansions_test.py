@@ -1,4 +1,11 @@
-"""The list of limits is right, and what must be split is not on it."""
+"""Operations without a rule that DTensor cannot run or computes whole.
+
+`LISTED_REFUSED` and `LISTED_WHOLE` are the limits of the backend, with reasons.
+The tests show that the lists are right, and that what tensor parallelism is
+made of is not on them. Names are TensorFlow's operation names, as in errors and
+graphs; `stateless_*` are functions of `tf.random`. Other operations have a rule
+in `ops/table.py`, or DTensor splits them.
+"""
 
 import keras
 import numpy as np
@@ -11,7 +18,58 @@ import keras_tp
 from keras_tp import distribution as dist
 from keras_tp.backend.tensorflow import errors
 from keras_tp.backend.tensorflow import placement
-from keras_tp.backend.tensorflow.ops import expansions
+
+# Each raises an error with its name; DTensor's errors name the layer too.
+LISTED_REFUSED = {
+    "DTensor has no expansion of a decomposition": (
+        "Cholesky",
+        "LogMatrixDeterminant",
+        "Lu",
+        "MatrixDeterminant",
+        "MatrixInverse",
+        "MatrixSolve",
+        "MatrixTriangularSolve",
+        "SelfAdjointEigV2",
+        "Svd",
+    ),
+    "DTensor has no expansion of a change of an image's geometry": (
+        "DepthToSpace",
+        "ExtractImagePatches",
+        "ImageProjectiveTransformV3",
+        "MirrorPad",
+        "ResizeBilinear",
+        "ResizeNearestNeighbor",
+        "SpaceToDepth",
+    ),
+    "DTensor has no layout for the lists of a loop": ("TensorListStack",),
+    "DTensor has no expansion": (
+        "Bucketize",
+        "Cross",
+        "Cumprod",
+        "DenseBincount",
+        "LowerBound",
+        "Tile",
+        "UnsortedSegmentMax",
+    ),
+    "the numbers would depend on the mesh": (
+        "stateless_binomial",
+        "stateless_gamma",
+        "stateless_truncated_normal",
+    ),
+}
+
+# Every device computes the whole operation, whatever is split.
+LISTED_WHOLE = {
+    "needs all of a dim, and DTensor gathers the others with it": (
+        "Cumsum",
+        "TopKV2",
+    ),
+    "DTensor replicates what it has no expansion of its own for": (
+        "Qr",
+        "TensorScatterUpdate",
+    ),
+    "a convolution in groups, or of channels that come first": ("Conv2D",),
+}
 
 VECTORS = (4, 6)
 SQUARE = (4, 4)
@@ -118,8 +176,8 @@ def run(shape, function):
 
 
 def test_every_entry_has_a_case_and_a_reason():
-    assert sorted(names(expansions.REFUSED)) == sorted(REFUSED)
-    assert sorted(names(expansions.WHOLE)) == sorted(WHOLE)
+    assert sorted(names(LISTED_REFUSED)) == sorted(REFUSED)
+    assert sorted(names(LISTED_WHOLE)) == sorted(WHOLE)
     assert not SPLIT & {*REFUSED, *WHOLE}
 
 

@@ -1,34 +1,26 @@
 """Loops that generate tokens, such as KerasHub's `generate`."""
 
-import functools
-
-import numpy as np
 import tensorflow as tf
 from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import training
-from keras_tp.backend.tensorflow.ops import random
-
-_SMALLEST = np.finfo("float32").tiny
+from keras_tp.backend.tensorflow.around import around
 
 
-def hook_make_generate_function(original):
+@around
+def hook_make_generate_function(original, self):
     """Runs the generation loop on the mesh and returns plain tensors."""
+    if distribution() is None or self.generate_function is not None:
+        return original(self)
+    training.without_jit_compile(self)
+    run = training.run_on_mesh(original(self))
 
-    @functools.wraps(original)
-    def make_generate_function(self):
-        if distribution() is None or self.generate_function is not None:
-            return original(self)
-        training.without_jit_compile(self)
-        run = training.run_on_mesh(original(self))
+    def generate_function(inputs, stop_token_ids=None):
+        return placement.to_host(run(inputs, stop_token_ids=stop_token_ids))
 
-        def generate_function(inputs, stop_token_ids=None):
-            return training.to_host(run(inputs, stop_token_ids=stop_token_ids))
-
-        self.generate_function = generate_function
-        return generate_function
-
-    return make_generate_function
+    self.generate_function = generate_function
+    return generate_function
 
 
 def slice_update(original, inputs, start_indices, updates):
@@ -62,34 +54,3 @@ def slice_update(original, inputs, start_indices, updates):
         here = tf.reshape(here, [size] + [1] * after)
         written = here if written is None else tf.logical_and(written, here)
     return updates if written is None else tf.where(written, updates, inputs)
-
-
-def stateless_categorical(
-    original, logits, num_samples, seed, dtype=tf.int64, name=None
-):
-    """Draws the argmax of the logits with noise, the same on every mesh.
-
-    TensorFlow's own draws depend on how its threads share the rows. This is the
-    Gumbel-max trick (https://arxiv.org/abs/1411.0030, section 2).
-    """
-    logits = tf.cast(tf.convert_to_tensor(logits), tf.float32)
-    rows, classes = logits.shape
-    uniform = random.uniform((rows, num_samples, classes), seed, tf.float32)
-    noise = -tf.math.log(-tf.math.log(tf.maximum(uniform, _SMALLEST)))
-    return tf.argmax(logits[:, None, :] + noise, -1, output_type=dtype)
-
-
-RULES = [
-    (
-        "keras.src.backend.tensorflow.core",
-        "slice_update",
-        slice_update,
-        "DTensor has no XlaDynamicUpdateSlice",
-    ),
-    (
-        "tensorflow:random",
-        "stateless_categorical",
-        stateless_categorical,
-        "tokens that are drawn are the same on every mesh",
-    ),
-]

@@ -113,19 +113,17 @@ def _split_letters(inputs, terms):
 
 def _spelled_out(equation, ranks):
     equation = equation.replace(" ", "")
-    terms, _, result = equation.partition("->")
-    terms = terms.split(",")
+    terms = equation.partition("->")[0].split(",")
     extra = [
         rank - len(term.replace("...", ""))
         for term, rank in zip(terms, ranks)
         if "..." in term
     ]
-    unused = [x for x in string.ascii_letters if x not in equation]
-    dims = unused[: max(extra)]
     if "->" not in equation or len(set(extra)) > 1:
         # Needs broadcasting, or has an implicit order of the result.
         return equation
-    return equation.replace("...", "".join(dims))
+    unused = [x for x in string.ascii_letters if x not in equation]
+    return equation.replace("...", "".join(unused[: extra[0]]))
 
 
 def _may_be_split_within(a):
@@ -177,16 +175,3 @@ def _only_repeated_divides(size, repeats):
         size % count and size * repeats % count == 0
         for count in placement.current_mesh().shape()
     )
-
-
-RULES = [
-    (
-        "keras.src.backend.tensorflow.numpy",
-        "repeat",
-        repeat,
-        "DTensor gathers the gradient of heads that stay whole",
-    ),
-    ("tensorflow", "matmul", matmul, "DTensor has no BatchMatMulV3"),
-    ("tensorflow", "einsum", einsum, "DTensor broadcasts no ellipsis"),
-    ("tensorflow", "tensordot", tensordot, "DTensor gathers what is joined"),
-]

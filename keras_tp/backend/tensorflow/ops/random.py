@@ -86,19 +86,8 @@ def _unit(x, dtype):
     return tf.cast(x, dtype) * tf.constant(2.0**-bits, dtype)
 
 
-def supports(dtype):
-    """Returns whether `uniform` supports a dtype."""
-    return tf.as_dtype(dtype).name in _RANDOM_BITS
-
-
 def uniform(shape, seed, dtype):
-    """Returns the numbers of `tf.random.stateless_uniform` on one device.
-
-    Args:
-        shape: Tuple of ints.
-        seed: Integer tensor of two elements.
-        dtype: float32, float16 or bfloat16.
-    """
+    """Returns the numbers of `tf.random.stateless_uniform` on one device."""
     lanes = _blocks(seed, -(-math.prod(shape) // 4))
     return _in_order([_unit(x, dtype) for x in lanes], shape)
 
@@ -125,3 +114,103 @@ def normal(shape, seed, dtype):
         radius = tf.sqrt(-2.0 * tf.math.log(u))
         numbers += [tf.sin(angle) * radius, tf.cos(angle) * radius]
     return tf.cast(_in_order(numbers, shape), dtype)
+
+
+def stateless_uniform(
+    original, shape, seed, minval=0, maxval=None, dtype=tf.float32, **unused
+):
+    """Returns the same numbers on any mesh as on one device."""
+    shape = _static(shape, "a random tensor")
+    dtype = tf.as_dtype(dtype)
+    if dtype == tf.int32 and maxval is not None:
+        return integers(shape, seed, minval, maxval)
+    if dtype.name not in _RANDOM_BITS:
+        _refuse(f"uniform numbers of dtype {dtype.name}")
+    maxval = 1 if maxval is None else maxval
+    minval, maxval = tf.cast(minval, dtype), tf.cast(maxval, dtype)
+    return uniform(shape, seed, dtype) * (maxval - minval) + minval
+
+
+def stateless_normal(
+    original, shape, seed, mean=0.0, stddev=1.0, dtype=tf.float32, **unused
+):
+    """Returns the same numbers on any mesh as on one device."""
+    dtype = tf.as_dtype(dtype)
+    if dtype != tf.float32:
+        _refuse(f"normal numbers of dtype {dtype.name}")
+    numbers = normal(_static(shape, "a random tensor"), seed, dtype)
+    return numbers * tf.cast(stddev, dtype) + tf.cast(mean, dtype)
+
+
+def stateless_dropout(
+    original,
+    x,
+    rate,
+    seed,
+    rng_alg="auto_select",
+    noise_shape=None,
+    name=None,
+):
+    """Applies a mask from `uniform` as TensorFlow does."""
+    x = tf.convert_to_tensor(x)
+    shape = tf.shape(x) if noise_shape is None else noise_shape
+    if isinstance(shape, (list, tuple)):
+        # Keras has replaced `None` by a tensor, the size of that dim of `x`.
+        static = [tf.get_static_value(size) for size in shape]
+        shape = [s if s is not None else d for s, d in zip(static, x.shape)]
+    numbers = stateless_uniform(
+        None, _static(shape, "dropout"), seed, dtype=x.dtype
+    )
+    kept = numbers >= tf.cast(rate, x.dtype)
+    scaled = x * tf.cast(1 / (1 - rate), x.dtype)
+    return tf.where(kept, scaled, tf.zeros([], x.dtype))
+
+
+def stateless_categorical(
+    original, logits, num_samples, seed, dtype=tf.int64, name=None
+):
+    """Draws the argmax of the logits with noise, the same on every mesh.
+
+    TensorFlow's own draws depend on how its threads share the rows. This is the
+    Gumbel-max trick (https://arxiv.org/abs/1411.0030, section 2).
+    """
+    logits = tf.cast(tf.convert_to_tensor(logits), tf.float32)
+    rows, classes = logits.shape
+    numbers = uniform((rows, num_samples, classes), seed, tf.float32)
+    smallest = np.finfo("float32").tiny
+    noise = -tf.math.log(-tf.math.log(tf.maximum(numbers, smallest)))
+    return tf.argmax(logits[:, None, :] + noise, -1, output_type=dtype)
+
+
+def refused(name):
+    """Returns a rule that refuses a function of `tf.random`."""
+
+    def rule(original, *args, **kwargs):
+        _refuse(f"`tf.random.{name}`")
+
+    return rule
+
+
+def _refuse(what):
+    raise NotImplementedError(
+        f"keras_tp has no rule for {what} under a distribution on TensorFlow: "
+        "DTensor's own would depend on the devices. Draw them in the data "
+        "pipeline and pass them to the model as an input, or use uniform "
+        f"or normal numbers of float32. Received: {what}"
+    )
+
+
+def _static(value, what):
+    """Returns a shape as ints; raises `ValueError` if it is not known."""
+    if isinstance(value, (list, tuple)):
+        found = [tf.get_static_value(size) for size in value]
+        found = None if None in found else found
+    else:
+        found = tf.get_static_value(value)
+    if found is None:
+        raise ValueError(
+            f"Under a distribution, {what} needs a shape that is known when "
+            "the step is traced. Give the dims as ints, or take them from "
+            f"`x.shape`. Received: shape={value}"
+        )
+    return tuple(int(size) for size in found)

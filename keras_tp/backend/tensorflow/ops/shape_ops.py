@@ -21,14 +21,13 @@ def split(original, value, num_or_size_splits, axis=0, num=None, name=None):
     sizes = tf.get_static_value(tf.convert_to_tensor(sizes))
     if size is None or sizes is None:
         return original(value, num_or_size_splits, axis, num, name)
-    known = sum(int(s) for s in sizes if s >= 0)
-    sizes = [int(s) if s >= 0 else size - known for s in sizes]
-    parts, start = [], 0
-    for s in sizes:
-        stop = start + s
-        parts.append(_slice(value, axis % len(value.shape), start, stop))
-        start = stop
-    return parts
+    # One size may be -1: the rest.
+    rest = size - sum(max(int(s), 0) for s in sizes)
+    ends = np.cumsum([rest if s < 0 else int(s) for s in sizes]).tolist()
+    return [
+        _slice(value, axis, start, stop)
+        for start, stop in zip([0, *ends], ends)
+    ]
 
 
 def keras_split(original, x, indices_or_sections, axis=0):
@@ -49,10 +48,8 @@ def unstack(original, value, num=None, axis=0, name="unstack"):
     size = value.shape[axis]
     if size is None:
         return original(value, num, axis, name)
-    axis %= len(value.shape)
-    return [
-        tf.squeeze(_slice(value, axis, i, i + 1), axis) for i in range(size)
-    ]
+    parts = [_slice(value, axis, i, i + 1) for i in range(size)]
+    return [tf.squeeze(part, axis) for part in parts]
 
 
 def stack(original, values, axis=0, name="stack"):
@@ -70,12 +67,11 @@ def getitem(original, x, index, *args):
     it has no layout for a new dim in front.
     """
     items = list(index) if isinstance(index, tuple) else [index]
-    simple = (int, np.integer, slice, type(None), type(Ellipsis))
-    changes = [i for i in items if i is None or isinstance(i, simple[:2])]
-    if (
-        not changes
-        or not all(isinstance(item, simple) for item in items)
-        or any(isinstance(item, bool) for item in items)
+    kinds = {type(item) for item in items}
+    if kinds <= {slice, type(Ellipsis)} or not all(
+        issubclass(kind, (int, np.integer, slice, type(None), type(Ellipsis)))
+        and kind is not bool
+        for kind in kinds
     ):
         return original(x, index, *args)
     x = tf.convert_to_tensor(x)
@@ -83,10 +79,10 @@ def getitem(original, x, index, *args):
     if known is not None and isinstance(index, (int, np.integer)):
         # A static value, such as a size of another tensor, stays static.
         return tf.constant(known[index], x.dtype)
-    given = sum(item is not None and item is not Ellipsis for item in items)
     if Ellipsis not in items:
         items.append(Ellipsis)
     at = items.index(Ellipsis)
+    given = len(items) - 1 - items.count(None)
     items[at : at + 1] = [slice(None)] * (len(x.shape) - given)
     old = [item for item in items if item is not None]
     taken = [i for i, item in enumerate(old) if not isinstance(item, slice)]
@@ -102,7 +98,7 @@ def getitem(original, x, index, *args):
     return x
 
 
-def squeeze(original, input, axis=None, name=None):  # noqa: A002
+def squeeze(original, input, axis=None, name=None):
     """Reshapes: DTensor's `squeeze` may keep the shape of the whole tensor."""
     x = tf.convert_to_tensor(input)
     if not x.shape.is_fully_defined():
@@ -215,25 +211,19 @@ def reverse(original, tensor, axis, name=None):
     return tensor
 
 
-def roll(original, input, shift, axis, name=None):  # noqa: A002
+def roll(original, input, shift, axis, name=None):
     """Concatenates the end and the beginning of a dim."""
-    input = tf.convert_to_tensor(input)  # noqa: A001
+    input = tf.convert_to_tensor(input)
     shifts = tf.get_static_value(tf.convert_to_tensor(shift))
     axes = tf.get_static_value(tf.convert_to_tensor(axis))
     if shifts is None or axes is None:
         return original(input, shift, axis, name)
     for by, dim in zip(shifts.reshape([-1]), axes.reshape([-1])):
-        dim = int(dim) % len(input.shape)
-        size = input.shape[dim]
+        size = input.shape[int(dim)]
         by = int(by) % size
         if by:
-            input = tf.concat(  # noqa: A001
-                [
-                    _slice(input, dim, size - by, size),
-                    _slice(input, dim, 0, size - by),
-                ],
-                dim,
-            )
+            parts = tf.split(input, [size - by, by], int(dim))
+            input = tf.concat(parts[::-1], int(dim))
     return input
 
 
@@ -245,38 +235,3 @@ def _slice(x, axis, start, stop):
     index = [slice(None)] * len(x.shape)
     index[axis] = slice(start, stop)
     return x[tuple(index)]
-
-
-RULES = [
-    ("tensorflow", "split", split, "DTensor cannot split a split dim"),
-    (
-        "keras.src.backend.tensorflow.numpy",
-        "split",
-        keras_split,
-        "DTensor cannot split a split dim",
-    ),
-    ("tensorflow", "unstack", unstack, "DTensor cannot unstack a split dim"),
-    ("tensorflow", "squeeze", squeeze, "DTensor's may keep a wrong shape"),
-    ("tensorflow", "stack", stack, "DTensor makes what it stacks whole"),
-    (
-        "tensorflow:Tensor",
-        "__getitem__",
-        getitem,
-        "DTensor has no layout for a new dim",
-    ),
-    (
-        "tensorflow",
-        "transpose",
-        transpose,
-        "DTensor cannot transpose samples by samples",
-    ),
-    (
-        "tensorflow",
-        "reduce_mean",
-        reduce_mean,
-        "DTensor repeats a gradient to a wrong size",
-    ),
-    ("tensorflow", "pad", pad, "DTensor cannot pad a split dim"),
-    ("tensorflow", "reverse", reverse, "DTensor has no ReverseV2"),
-    ("tensorflow", "roll", roll, "DTensor has no Roll"),
-]

@@ -20,13 +20,9 @@ _DIMS = "xyz"
 class Window(
     collections.namedtuple("Window", ["sizes", "strides", "dilations", "pads"])
 ):
-    """A window that slides over images; see `window`.
+    """A window that slides over images, with one entry for each spatial dim.
 
-    Args:
-        sizes: Tuple of ints, one for each spatial dim.
-        strides: Tuple of ints, one for each spatial dim.
-        dilations: Tuple of ints, one for each spatial dim.
-        pads: Tuple of `(before, after)`, the padding of each spatial dim.
+    `pads` has pairs, the padding before and after.
     """
 
     @property
@@ -36,14 +32,9 @@ class Window(
 
 
 def window(image, sizes, strides, padding, dilations):
-    """Returns a `Window` for images of a given size.
+    """Returns a `Window` for images of the spatial size `image`.
 
-    Args:
-        image: Tuple of ints, the spatial size of the images.
-        sizes: Int or tuple of ints.
-        strides: Int or tuple of ints, as TensorFlow accepts it.
-        padding: String, `"SAME"` or `"VALID"`.
-        dilations: Int, tuple of ints or `None`, as TensorFlow accepts it.
+    Sizes, strides and dilations are as TensorFlow accepts them.
     """
     rank = len(image)
     unpadded = Window(
@@ -74,10 +65,7 @@ def per_dim(value, rank):
 def views(x, window, outside=0):
     """Returns a list of views of an image, one per position in the window.
 
-    Args:
-        x: Image.
-        window: `Window`.
-        outside: Number that pads the image.
+    The number `outside` pads the image.
     """
     if any(map(any, window.pads)):
         pads = [(0, 0), *window.pads, (0, 0)]
@@ -117,10 +105,7 @@ def _flat(kernel):
 def correlate(x, kernel, window):
     """Returns the convolution of an image.
 
-    Args:
-        x: Image.
-        kernel: Tensor of shape `(*sizes, channels of x, output channels)`.
-        window: `Window`.
+    The kernel has shape `(*sizes, channels of x, output channels)`.
     """
     dims = _DIMS[: len(window.sizes)]
     seen = _side_by_side(views(x, window))
@@ -130,11 +115,7 @@ def correlate(x, kernel, window):
 def spread(y, kernel, window, image):
     """Returns the transposed convolution: the gradient of `correlate`'s image.
 
-    Args:
-        y: Image, as `correlate` returns it.
-        kernel: Tensor, as for `correlate`.
-        window: `Window`.
-        image: Tuple of ints, the spatial size of the result.
+    `image` is the spatial size of the result.
     """
     rank = len(image)
     sizes = [n + span - 1 for n, span in zip(image, window.spans)]
@@ -162,13 +143,7 @@ def spread(y, kernel, window, image):
 
 
 def kernel_gradient(x, dy, window):
-    """Returns the gradient of `correlate`'s kernel.
-
-    Args:
-        x: Image that was convolved.
-        dy: Image, the gradient of the convolution.
-        window: `Window`.
-    """
+    """Returns the gradient of `correlate`'s kernel."""
     dims = _DIMS[: len(window.sizes)]
     seen = _side_by_side(views(x, window))
     gradient = _product(f"b{dims}pi,b{dims}o->pio", seen, dy)

@@ -7,7 +7,7 @@ from keras.src import backend as keras_backend
 from keras_tp.backend.tensorflow import placement
 
 
-def argmin(original, input, axis=None, output_type=tf.int64, name=None):  # noqa: A002
+def argmin(original, input, axis=None, output_type=tf.int64, name=None):
     """Computes `argmax` of values whose order is inverted."""
     x = tf.convert_to_tensor(input)
     if x.dtype.is_floating:
@@ -119,20 +119,3 @@ def nanquantile(original, x, q, axis=None, method="linear", keepdims=False):
     if keepdims:
         rows = [1 if dim in axes else x.shape[dim] for dim in range(rank)]
     return tf.reshape(result, [*q.shape, *rows])
-
-
-RULES = [
-    ("tensorflow", "argmin", argmin, "DTensor has no ArgMin"),
-    (
-        "keras.src.backend.tensorflow.numpy",
-        "nanquantile",
-        nanquantile,
-        "DTensor has no layout for the lists of a loop over rows",
-    ),
-    (
-        "keras.src.backend.tensorflow.nn",
-        "sparsemax",
-        sparsemax,
-        "the gradient of its sort writes outside of a part",
-    ),
-]

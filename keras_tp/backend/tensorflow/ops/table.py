@@ -1,7 +1,9 @@
-"""Rules for operations that DTensor cannot run, or not correctly.
+"""Rules for operations that DTensor cannot split, or splits incorrectly.
 
-On a mesh, each rule replaces a public function of TensorFlow, so that Keras,
-KerasHub and a user's own code use it, or a function of Keras's backend.
+On a mesh, a rule replaces a function of Keras's backend, or a public function
+of TensorFlow, so that KerasHub and a user's own code use it too. All rules are
+one row of the hook table. `ops/expansions_test.py` lists the operations that
+stay whole or are refused.
 """
 
 import functools
@@ -21,54 +23,11 @@ from keras_tp.backend.tensorflow.ops import shape_ops
 from keras_tp.backend.tensorflow.ops import sorting
 
 
-def _on_mesh(rule):
-    """Returns a hook that runs the rule on a mesh, the original elsewhere."""
-
-    def hook(original):
-        @functools.wraps(original)
-        def function(*args, **kwargs):
-            if placement.current_mesh() is not None:
-                return rule(original, *args, **kwargs)
-            # Off the mesh the original is right for a trace, which only infers
-            # shapes, and for a variable, which is read whole.
-            for x in args if tf.executing_eagerly() else ():
-                is_variable = isinstance(x, dtensor.DVariable)
-                if placement.is_dtensor(x) and not is_variable:
-                    with placement.on_mesh(dtensor.fetch_layout(x).mesh):
-                        return rule(original, *args, **kwargs)
-            return original(*args, **kwargs)
-
-        return function
-
-    return hook
-
-
-def _static(value, what):
-    """Returns a shape as ints; raises `ValueError` if it is not known."""
-    if isinstance(value, (list, tuple)):
-        found = [tf.get_static_value(size) for size in value]
-        found = None if None in found else found
-    else:
-        found = tf.get_static_value(value)
-    if found is None:
-        raise ValueError(
-            f"Under a distribution, {what} needs a shape that is known when "
-            "the step is traced. Give the dims as ints, or take them from "
-            f"`x.shape`. Received: shape={value}"
-        )
-    return tuple(int(size) for size in found)
-
-
-# --- composed of operations that DTensor splits -----------------------------
-
-
-def band_part(original, input, num_lower, num_upper, name=None):  # noqa: A002
+def band_part(original, input, num_lower, num_upper, name=None):
     """Selects the band by a comparison of row and column indices."""
-    input = tf.convert_to_tensor(input)  # noqa: A001
-    rows, columns = input.shape[-2:]
-    below = tf.range(rows)[:, None] - tf.range(columns)[None, :]
-    lower = tf.cast(num_lower, tf.int32)
-    upper = tf.cast(num_upper, tf.int32)
+    input = tf.convert_to_tensor(input)
+    below = _rows_minus_columns(*input.shape[-2:])
+    lower, upper = tf.cast(num_lower, tf.int32), tf.cast(num_upper, tf.int32)
     kept = tf.logical_and(
         tf.logical_or(lower < 0, below <= lower),
         tf.logical_or(upper < 0, -below <= upper),
@@ -76,32 +35,37 @@ def band_part(original, input, num_lower, num_upper, name=None):  # noqa: A002
     return tf.where(kept, input, tf.zeros([], input.dtype))
 
 
-def diag_part(original, input, *args, **kwargs):  # noqa: A002
+def diag_part(original, input, *args, **kwargs):
     """Sets all but the diagonal to zero and sums each row."""
-    if args or {k: v for k, v in kwargs.items() if k != "name" and v != 0}:
-        raise ValueError(
-            "Under a distribution, `tf.linalg.diag_part` takes the main "
-            f"diagonal only. Received: {args} {kwargs}"
-        )
-    input = tf.convert_to_tensor(input)  # noqa: A001
-    rows, columns = input.shape[-2:]
-    size = min(rows, columns)
-    input = input[..., :size, :size]  # noqa: A001
-    kept = tf.range(size)[:, None] == tf.range(size)[None, :]
-    return tf.reduce_sum(tf.where(kept, input, tf.zeros([], input.dtype)), -1)
+    _check_main_diagonal("diag_part", args, kwargs)
+    input = tf.convert_to_tensor(input)
+    size = min(input.shape[-2:])
+    return tf.reduce_sum(_only_diagonal(input[..., :size, :size]), -1)
 
 
 def diag(original, diagonal, *args, **kwargs):
     """Broadcasts the values over columns and keeps the diagonal."""
+    _check_main_diagonal("diag", args, kwargs)
+    return _only_diagonal(tf.convert_to_tensor(diagonal)[..., None])
+
+
+def _check_main_diagonal(name, args, kwargs):
     if args or {k: v for k, v in kwargs.items() if k != "name" and v != 0}:
         raise ValueError(
-            "Under a distribution, `tf.linalg.diag` makes the main diagonal "
-            f"only. Received: {args} {kwargs}"
+            f"Under a distribution, `tf.linalg.{name}` supports the main "
+            f"diagonal only. Received: {args} {kwargs}"
         )
-    diagonal = tf.convert_to_tensor(diagonal)
-    size = diagonal.shape[-1]
-    kept = tf.range(size)[:, None] == tf.range(size)[None, :]
-    return tf.where(kept, diagonal[..., None], tf.zeros([], diagonal.dtype))
+
+
+def _only_diagonal(matrix):
+    """Sets the rest to zero; broadcasts a single column."""
+    size = matrix.shape[-2]
+    kept = _rows_minus_columns(size, size) == 0
+    return tf.where(kept, matrix, tf.zeros([], matrix.dtype))
+
+
+def _rows_minus_columns(rows, columns):
+    return tf.range(rows)[:, None] - tf.range(columns)[None, :]
 
 
 def one_hot(
@@ -143,93 +107,6 @@ def scatter_nd(original, indices, updates, shape, name=None):
     return original(indices, updates, tf.cast(shape, tf.int32), name)
 
 
-# --- random numbers ---------------------------------------------------------
-
-
-def stateless_uniform(
-    original,
-    shape,
-    seed,
-    minval=0,
-    maxval=None,
-    dtype=tf.float32,
-    name=None,
-    alg="auto_select",
-):
-    """Returns the same numbers on any mesh as on one device."""
-    shape = _static(shape, "a random tensor")
-    dtype = tf.as_dtype(dtype)
-    if dtype == tf.int32 and maxval is not None:
-        return random.integers(shape, seed, minval, maxval)
-    if not random.supports(dtype):
-        _refuse_random(f"uniform numbers of dtype {dtype.name}")
-    maxval = 1 if maxval is None else maxval
-    minval, maxval = tf.cast(minval, dtype), tf.cast(maxval, dtype)
-    return random.uniform(shape, seed, dtype) * (maxval - minval) + minval
-
-
-def stateless_normal(
-    original,
-    shape,
-    seed,
-    mean=0.0,
-    stddev=1.0,
-    dtype=tf.float32,
-    name=None,
-    alg="auto_select",
-):
-    """Returns the same numbers on any mesh as on one device."""
-    dtype = tf.as_dtype(dtype)
-    if dtype != tf.float32:
-        _refuse_random(f"normal numbers of dtype {dtype.name}")
-    shape = _static(shape, "a random tensor")
-    numbers = random.normal(shape, seed, dtype)
-    return numbers * tf.cast(stddev, dtype) + tf.cast(mean, dtype)
-
-
-def stateless_dropout(
-    original,
-    x,
-    rate,
-    seed,
-    rng_alg="auto_select",
-    noise_shape=None,
-    name=None,
-):
-    """Applies a mask from `stateless_uniform` as TensorFlow does."""
-    x = tf.convert_to_tensor(x)
-    shape = tf.shape(x) if noise_shape is None else noise_shape
-    if isinstance(shape, (list, tuple)):
-        # Keras has replaced `None` by a tensor, the size of that dim of `x`.
-        static = [tf.get_static_value(size) for size in shape]
-        shape = [s if s is not None else d for s, d in zip(static, x.shape)]
-    numbers = stateless_uniform(
-        None, _static(shape, "dropout"), seed, dtype=x.dtype
-    )
-    kept = numbers >= tf.cast(rate, x.dtype)
-    scaled = x * tf.cast(1 / (1 - rate), x.dtype)
-    return tf.where(kept, scaled, tf.zeros([], x.dtype))
-
-
-def _refuse_random(what):
-    raise NotImplementedError(
-        f"keras_tp has no rule for {what} under a distribution on TensorFlow: "
-        "DTensor's own would depend on the devices. Draw them in the data "
-        "pipeline and pass them to the model as an input, or use uniform "
-        f"or normal numbers of float32. Received: {what}"
-    )
-
-
-def _refused(name):
-    def rule(original, *args, **kwargs):
-        _refuse_random(f"`tf.random.{name}`")
-
-    return rule
-
-
-# --- recurrent layers -------------------------------------------------------
-
-
 def rnn(original, *args, **kwargs):
     """Unrolls the loop: DTensor has no expansion of its tensor lists."""
     names = ("step_function", "inputs", "initial_states", "go_backwards")
@@ -244,47 +121,138 @@ def decline(original, *args, **kwargs):
     raise NotImplementedError
 
 
-_MASKS = "random numbers are those of one device on every mesh"
+# Owner, as in a hook's row -> name of its function -> rule.
+_RULES_BY_OWNER = {
+    "keras.src.backend": {"gru": decline, "lstm": decline, "rnn": rnn},
+    "keras.src.backend.tensorflow.core": {
+        "slice_update": generation.slice_update,
+    },
+    "keras.src.backend.tensorflow.nn": {
+        "ctc_loss": ctc.ctc_loss,
+        "sparsemax": sorting.sparsemax,
+    },
+    "keras.src.backend.tensorflow.numpy": {
+        "nanquantile": sorting.nanquantile,
+        "repeat": matmul.repeat,
+        "split": shape_ops.keras_split,
+    },
+    "tensorflow": {
+        "argmin": sorting.argmin,
+        "einsum": matmul.einsum,
+        "gather": embedding.gather,
+        "matmul": matmul.matmul,
+        "one_hot": one_hot,
+        "pad": shape_ops.pad,
+        "reduce_mean": shape_ops.reduce_mean,
+        "reverse": shape_ops.reverse,
+        "roll": shape_ops.roll,
+        "scatter_nd": scatter_nd,
+        "split": shape_ops.split,
+        "squeeze": shape_ops.squeeze,
+        "stack": shape_ops.stack,
+        "tensordot": matmul.tensordot,
+        "transpose": shape_ops.transpose,
+        "unstack": shape_ops.unstack,
+    },
+    "tensorflow:Tensor": {"__getitem__": shape_ops.getitem},
+    "tensorflow:linalg": {
+        "band_part": band_part,
+        "diag": diag,
+        "diag_part": diag_part,
+    },
+    "tensorflow:nn": {
+        "avg_pool": conv.avg_pool,
+        "bias_add": conv.bias_add,
+        "conv1d": conv.conv1d,
+        "conv2d": conv.convolution,
+        "conv_transpose": conv.conv_transpose,
+        "convolution": conv.convolution,
+        "depthwise_conv2d": conv.depthwise_conv2d,
+        "max_pool": conv.max_pool,
+        "pool": conv.pool,
+        "separable_conv2d": conv.separable_conv2d,
+        "softsign": softsign,
+    },
+    "tensorflow:nn.experimental": {
+        "stateless_dropout": random.stateless_dropout,
+    },
+    "tensorflow:random": {
+        "stateless_binomial": random.refused("stateless_binomial"),
+        "stateless_categorical": random.stateless_categorical,
+        "stateless_gamma": random.refused("stateless_gamma"),
+        "stateless_normal": random.stateless_normal,
+        "stateless_truncated_normal": random.refused(
+            "stateless_truncated_normal"
+        ),
+        "stateless_uniform": random.stateless_uniform,
+    },
+}
+_RULES = {
+    (owner, name): rule
+    for owner, rules in _RULES_BY_OWNER.items()
+    for name, rule in rules.items()
+}
 
-_RULES = [
-    *ctc.RULES,
-    *shape_ops.RULES,
-    ("tensorflow", "scatter_nd", scatter_nd, "DTensor wants int32 indices"),
-    ("tensorflow:linalg", "band_part", band_part, "DTensor has none"),
-    ("tensorflow:linalg", "diag_part", diag_part, "DTensor has none"),
-    ("tensorflow:linalg", "diag", diag, "DTensor has none"),
-    *generation.RULES,
-    *conv.RULES,
-    *embedding.RULES,
-    *matmul.RULES,
-    *sorting.RULES,
-    ("tensorflow:nn", "softsign", softsign, "DTensor has no SoftsignGrad"),
-    ("tensorflow", "one_hot", one_hot, "DTensor wants whole indices"),
-    (
-        "tensorflow:nn.experimental",
-        "stateless_dropout",
-        stateless_dropout,
-        _MASKS,
-    ),
-    *(
-        ("tensorflow:random", name, rule, _MASKS)
-        for name, rule in {
-            "stateless_uniform": stateless_uniform,
-            "stateless_normal": stateless_normal,
-            "stateless_truncated_normal": _refused(
-                "stateless_truncated_normal"
-            ),
-            "stateless_gamma": _refused("stateless_gamma"),
-            "stateless_binomial": _refused("stateless_binomial"),
-        }.items()
-    ),
-    ("keras.src.backend", "rnn", rnn, "recurrent layers are unrolled"),
-    *(
-        ("keras.src.backend", name, decline, "cells compute, no fused kernel")
-        for name in ("lstm", "gru")
-    ),
-]
 
-TABLE = [
-    Hook(owner, name, _on_mesh(rule), why) for owner, name, rule, why in _RULES
-]
+class _Functions:
+    """The functions that have a rule, as one attribute for the hook table."""
+
+    _last = None
+
+    @property
+    def by_name(self):
+        """Dict of `(owner, name)` to the function that is in place now.
+
+        The same object until a function changes. Setting it puts the functions
+        in place.
+        """
+        found = {key: getattr(_owner(key), key[1]) for key in _RULES}
+        if found != self._last:
+            self._last = found
+        return self._last
+
+    @by_name.setter
+    def by_name(self, functions):
+        for key, function in functions.items():
+            setattr(_owner(key), key[1], function)
+        self._last = functions
+
+
+functions = _Functions()
+
+
+def _owner(key):
+    """Returns a function's owner; raises an error if the function has moved."""
+    return Hook(*key, None, "an operation on a mesh has a rule").resolve()
+
+
+def with_rules(original):
+    """Returns a dict like `original`, of functions that apply the rules."""
+    return {key: _on_mesh(rule, original[key]) for key, rule in _RULES.items()}
+
+
+def _on_mesh(rule, original):
+    """Returns a function that applies the rule on a mesh only."""
+
+    @functools.wraps(original)
+    def function(*args, **kwargs):
+        if placement.current_mesh() is not None:
+            return rule(original, *args, **kwargs)
+        # Off the mesh the original is right for a trace, which only infers
+        # shapes, and for a variable, which is read whole.
+        for x in args if tf.executing_eagerly() else ():
+            is_variable = isinstance(x, dtensor.DVariable)
+            if placement.is_dtensor(x) and not is_variable:
+                with placement.on_mesh(dtensor.fetch_layout(x).mesh):
+                    return rule(original, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    return function
+
+
+ROW = Hook(
+    f"{__name__}:functions",
+    "by_name",
+    with_rules,
+    "operations that DTensor cannot split, or splits incorrectly, have rules",
+)
