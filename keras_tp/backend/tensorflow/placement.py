@@ -198,15 +198,11 @@ def place_parts(part_of, shape, layout):
     `part_of` takes the `(start, stop)` of each dim, and returns that part of
     the value as an array.
     """
-    made = {}
-    parts = []
+    ids = layout.mesh.local_device_ids()
+    parts = [shard_slices(layout, shape, device_id) for device_id in ids]
     with tf.init_scope(), tf.device("CPU:0"):
-        for device_id in layout.mesh.local_device_ids():
-            part = shard_slices(layout, shape, device_id)
-            if part not in made:
-                made[part] = tf.constant(part_of(part))
-            parts.append(made[part])
-        return dtensor.pack(parts, layout)
+        made = {part: tf.constant(part_of(part)) for part in set(parts)}
+        return dtensor.pack([made[part] for part in parts], layout)
 
 
 def local_parts(tensor):
