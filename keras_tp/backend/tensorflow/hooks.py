@@ -10,7 +10,6 @@ from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
 from keras_tp.backend.tensorflow import training
 from keras_tp.backend.tensorflow import variables
-from keras_tp.backend.tensorflow.ops import generation
 from keras_tp.backend.tensorflow.ops import table
 
 _VARIABLE = "keras.src.backend.tensorflow.core:Variable"
@@ -104,7 +103,7 @@ TABLE = [
     Hook(
         "keras_hub.src.models.causal_lm:CausalLM",
         "make_generate_function",
-        generation.hook_make_generate_function,
+        training.hook_make_generate_function,
         "KerasHub's generate runs on the mesh",
         waits=True,
     ),

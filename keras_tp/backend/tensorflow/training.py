@@ -292,3 +292,18 @@ def _dense_on_host(gradient):
         return _dense(gradient)
     with placement.off_mesh():
         return _dense(gradient)
+
+
+@around
+def hook_make_generate_function(original, self):
+    """Runs the generation loop on the mesh and returns plain tensors."""
+    if distribution() is None or self.generate_function is not None:
+        return original(self)
+    without_jit_compile(self)
+    run = run_on_mesh(original(self))
+
+    def generate_function(inputs, stop_token_ids=None):
+        return placement.to_host(run(inputs, stop_token_ids=stop_token_ids))
+
+    self.generate_function = generate_function
+    return generate_function

@@ -227,6 +227,39 @@ def roll(original, input, shift, axis, name=None):
     return input
 
 
+def slice_update(original, inputs, start_indices, updates):
+    """Writes into a KV cache by comparing positions.
+
+    The dims that are written whole, such as the heads, may be split. Each
+    device has all positions of the other dims.
+    """
+    inputs = tf.convert_to_tensor(inputs)
+    updates = tf.convert_to_tensor(updates)
+    if not (
+        inputs.shape.is_fully_defined() and updates.shape.is_fully_defined()
+    ):
+        return original(inputs, start_indices, updates)
+    starts = start_indices
+    if tf.is_tensor(starts):
+        starts = tf.unstack(starts)
+    written = None
+    for dim, start in enumerate(starts):
+        size, part = inputs.shape[dim], updates.shape[dim]
+        if part == size:
+            continue
+        # Like XLA, move an update back that would reach over the end.
+        start = tf.clip_by_value(tf.cast(start, tf.int32), 0, size - part)
+        position = tf.range(size) - start
+        if part > 1:
+            nearest = tf.clip_by_value(position, 0, part - 1)
+            updates = tf.gather(updates, nearest, axis=dim)
+        here = tf.logical_and(position >= 0, position < part)
+        after = len(inputs.shape) - dim - 1
+        here = tf.reshape(here, [size] + [1] * after)
+        written = here if written is None else tf.logical_and(written, here)
+    return updates if written is None else tf.where(written, updates, inputs)
+
+
 def _resized(x, dim, size):
     return [*x.shape[:dim], size, *x.shape[dim + 1 :]]
 

@@ -16,7 +16,6 @@ from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow.ops import conv
 from keras_tp.backend.tensorflow.ops import ctc
 from keras_tp.backend.tensorflow.ops import embedding
-from keras_tp.backend.tensorflow.ops import generation
 from keras_tp.backend.tensorflow.ops import matmul
 from keras_tp.backend.tensorflow.ops import random
 from keras_tp.backend.tensorflow.ops import shape_ops
@@ -125,7 +124,7 @@ def decline(original, *args, **kwargs):
 _RULES_BY_OWNER = {
     "keras.src.backend": {"gru": decline, "lstm": decline, "rnn": rnn},
     "keras.src.backend.tensorflow.core": {
-        "slice_update": generation.slice_update,
+        "slice_update": shape_ops.slice_update,
     },
     "keras.src.backend.tensorflow.nn": {
         "ctc_loss": ctc.ctc_loss,
