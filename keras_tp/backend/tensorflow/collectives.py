@@ -27,9 +27,7 @@ def all_gather(x, device_mesh, axis):
 def reduce_scatter(x, device_mesh, axis, source=None):
     """Splits the result of `all_reduce` over the axis."""
     x = _only(_known(x, device_mesh, axis), source)
-    total = tf.reduce_sum(x, 0)
-    shape = (_size(device_mesh, axis), -1, *_dims(total)[1:])
-    return _on_each(tf.reshape(total, shape), device_mesh, axis)
+    return _parts_of(tf.reduce_sum(x, 0), device_mesh, axis)
 
 
 def _known(x, device_mesh, axis):
@@ -55,8 +53,8 @@ def _on_each(value, device_mesh, axis):
     The product with split ones keeps the layout of the other dims, which is
     unknown while tracing.
     """
-    shape = (_size(device_mesh, axis),) + (1,) * (len(value.shape) - 1)
-    ones = tf.ones(shape, value.dtype)
+    size = dict(zip(device_mesh.axis_names, device_mesh.shape))[axis]
+    ones = tf.ones((size,) + (1,) * (len(value.shape) - 1), value.dtype)
     if tf.executing_eagerly() or placement.current_mesh() is not None:
         specs = [axis] + [dtensor.UNSHARDED] * (len(ones.shape) - 1)
         layout = dtensor.Layout(specs, device_mesh.backend_mesh)
@@ -64,8 +62,10 @@ def _on_each(value, device_mesh, axis):
     return value * ones
 
 
-def _size(device_mesh, axis):
-    return dict(zip(device_mesh.axis_names, device_mesh.shape))[axis]
+def _parts_of(value, device_mesh, axis):
+    size = dict(zip(device_mesh.axis_names, device_mesh.shape))[axis]
+    parts = tf.reshape(value, (size, -1, *_dims(value)[1:]))
+    return _on_each(parts, device_mesh, axis)
 
 
 def _dims(x):
