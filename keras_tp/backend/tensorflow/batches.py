@@ -5,11 +5,11 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend.hooks import around
 from keras_tp.backend.processes import data_shards
 from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
-from keras_tp.backend.tensorflow.around import around
 
 
 def parts_of(current):

@@ -10,9 +10,9 @@ from keras.src import tree
 from keras.src.distribution.distribution_lib import distribution
 from keras.src.distribution.distribution_lib import set_distribution
 
+from keras_tp.backend.hooks import around
 from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import placement
-from keras_tp.backend.tensorflow.around import around
 
 # Maps a function to the mesh of its variables and the batch axis.
 _meshes = weakref.WeakKeyDictionary()

@@ -9,8 +9,8 @@ import tensorflow as tf
 from keras.src import tree
 from tensorflow.experimental import dtensor
 
+from keras_tp.backend.hooks import around
 from keras_tp.backend.tensorflow import processes
-from keras_tp.backend.tensorflow.around import around
 
 
 class _State(threading.local):

@@ -15,6 +15,7 @@ from keras.src.models.model import Model
 from keras.src.trainers.data_adapters import data_adapter_utils
 from tensorflow.experimental import dtensor
 
+from keras_tp.backend.hooks import around
 from keras_tp.backend.tensorflow import batches
 from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import errors
@@ -22,7 +23,6 @@ from keras_tp.backend.tensorflow import functions
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
 from keras_tp.backend.tensorflow import variables
-from keras_tp.backend.tensorflow.around import around
 
 # The type spec of an optional input that a batch leaves out.
 _NONE_SPEC = type(tf.type_spec_from_value(None))

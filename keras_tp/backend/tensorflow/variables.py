@@ -6,10 +6,10 @@ from keras.src.distribution.distribution_lib import distribution
 from keras.src.distribution.distribution_lib import set_distribution
 from tensorflow.experimental import dtensor
 
+from keras_tp.backend.hooks import around
 from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
-from keras_tp.backend.tensorflow.around import around
 
 
 class ShardedVariable(dtensor.DVariable):

@@ -47,12 +47,26 @@ def table(plan):
     return tables.text_of(
         (f"Sharding plan of {plan.model_name}", columns, rows),
         _totals(plan),
-        *(
-            f"No rule for {kind} (first in {path!r}): its inputs and "
-            "outputs are not split."
-            for kind, path in plan.without_rule.items()
-        ),
+        *_without_rule(plan),
     )
+
+
+def _without_rule(plan):
+    """Returns a sentence for each operation without a rule, and its cost."""
+    lines = []
+    for kind, path in plan.without_rule.items():
+        whole = [
+            row.nbytes
+            for row in plan.variables
+            if not row.is_split and f"{kind} has no rule" in row.why
+        ]
+        lines.append(
+            f"No rule for {kind} (first in {path!r}): its inputs and "
+            f"outputs are not split. {len(whole)} variables of "
+            f"{format_bytes(sum(whole))} stay whole for it; see "
+            "`register_rule`."
+        )
+    return lines
 
 
 def _layout(row):
@@ -87,11 +101,7 @@ def page(plan):
         "<span class='dim blocks'>to be split in blocks, replicated</span> "
         "<span class='dim whole'>whole</span></p>",
     ]
-    for kind, path in plan.without_rule.items():
-        body.append(
-            f"<p>No rule for {html.escape(kind)} (first in "
-            f"{html.escape(path)}): its inputs and outputs are not split.</p>"
-        )
+    body += [f"<p>{html.escape(line)}</p>" for line in _without_rule(plan)]
     for layer, variables, sums in _in_order(plan):
         if variables:
             name = html.escape(layer or plan.model_name)

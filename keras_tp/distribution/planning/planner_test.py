@@ -431,6 +431,7 @@ def test_a_layer_without_a_rule_is_reported_and_whole():
     assert not plan["doubling/scale"].is_split
     assert "Doubling has no rule" in plan["up/kernel"].why
     assert "No rule for Doubling" in plan.summary()
+    assert "variables of" in plan.summary()
 
 
 class Known(Doubling):
