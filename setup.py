@@ -26,6 +26,9 @@ setup(
     extras_require={
         **BACKENDS,
         "hub": ["keras-hub>=0.32"],
+        # XLA's compilers for GPUs and TPUs, for `compile_for`; jax's extras
+        # have the versions that fit it.
+        "ahead": ["jax[cuda12-local,tpu]>=0.7"],
         # Keras's own distribution tests import TensorFlow for `tf.data`.
         "test": [
             "pytest",

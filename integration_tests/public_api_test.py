@@ -13,6 +13,11 @@ from keras_tp import distribution as dist
 
 # What keras_tp.distribution adds to keras.distribution.
 ADDED = {
+    "compile_for": (
+        "(model_or_build_fn, distribution, target, count=None, *, batch_size, "
+        "sequence_length=None, optimizer='adam', loss=None, input_spec=None, "
+        "target_spec=None, depth=None, compiled_depths=(2, 4))"
+    ),
     "count_collectives": "(model, x, y=None)",
     "describe": "(model)",
     "distribute_model": "(model, distribution=None)",

@@ -1,3 +1,4 @@
+from keras_tp.distribution.ahead_of_time import compile_for
 from keras_tp.distribution.distribution_lib import DataParallel
 from keras_tp.distribution.distribution_lib import DeviceMesh
 from keras_tp.distribution.distribution_lib import LayoutMap

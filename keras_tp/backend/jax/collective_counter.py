@@ -1,12 +1,13 @@
 """Counts the collectives of a compiled JAX program in its optimised HLO."""
 
-import math
-import re
+import collections
 
 import jax
 from keras.src import backend
 from keras.src import tree
 from keras.src.backend.jax import trainer as jax_trainer
+
+from keras_tp.backend.jax import hlo
 
 # HLO opcode -> the name that all backends use.
 OPCODES = {
@@ -14,40 +15,62 @@ OPCODES = {
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
     "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
     "collective-permute": "collective_permute",
 }
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*-> .* \{$")
-_COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(OPCODES)})(-start)?\(")
-_CALLED = re.compile(
-    r"\b(?:body|condition|calls|to_apply|true_computation|false_computation)"
-    r"=%?([\w.\-]+)"
-)
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
-_GROUPS_LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
-_GROUPS_IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
+NAMES = tuple(dict.fromkeys(OPCODES.values()))
+# On TPUs, a reduce-scatter is a fusion of an all-reduce and a slice.
+_SCATTER_FUSION = "all-reduce-scatter"
+# On TPUs, fusions start and end collectives that run beside computations.
+_START_FUSION = "async-collective-start"
+_DONE_FUSION = "async-collective-done"
+
+
+class Collective(
+    collections.namedtuple(
+        "Collective", ["kind", "sizes", "devices", "is_started"]
+    )
+):
+    """One collective instruction.
+
+    Args:
+        kind: String, such as `"all_reduce"`.
+        sizes: List of ints, bytes of each result on one device.
+        devices: Tuple of ints, the devices of one group.
+        is_started: Boolean, whether another instruction waits for its end.
+    """
 
 
 def compile_step(model, x, y=None):
-    """Compiles a model's step as `fit` or `predict` would; runs nothing."""
+    """Compiles a model's step as `fit` or `predict` would; runs nothing.
+
+    Args:
+        model: A Keras model whose distribution is the current one.
+        x: Inputs of one batch.
+        y: Targets of the batch. Defaults to `None`: the step of `predict`.
+
+    Returns:
+        A `jax.stages.Compiled`.
+    """
     data = (x,) if y is None else (x, y)
     data = tree.map_structure(backend.convert_to_numpy, data)
     batch = jax_trainer._distribute_data(data)
-    is_training = y is not None
-    if is_training:
+    if y is None:
+        if not all(layer.built for layer in model._flatten_layers()):
+            with backend.StatelessScope():
+                model(batch[0])
+        state = model._get_jax_state(
+            trainable_variables=True, non_trainable_variables=True
+        )
+        step = jax.jit(model.predict_step)
+    else:
         model._symbolic_build(data_batch=batch)
-    elif not all(layer.built for layer in model._flatten_layers()):
-        with backend.StatelessScope():
-            model(batch[0])
-    state = model._get_jax_state(
-        trainable_variables=True,
-        non_trainable_variables=True,
-        optimizer_variables=is_training,
-        metrics_variables=is_training,
-    )
-    step = jax.jit(model.predict_step)
-    if is_training:
+        state = model._get_jax_state(
+            trainable_variables=True,
+            non_trainable_variables=True,
+            optimizer_variables=True,
+            metrics_variables=True,
+        )
         step = jax.jit(
             model.train_step,
             donate_argnums=0,
@@ -56,7 +79,7 @@ def compile_step(model, x, y=None):
     return step.lower(state, batch).compile()
 
 
-def count(hlo):
+def count(text):
     """Counts the collectives that one run of an HLO module executes.
 
     A combined operation counts once for each of its tensors, an operation in a
@@ -64,71 +87,117 @@ def count(hlo):
     are not counted.
 
     Args:
-        hlo: String, text of an optimised HLO module.
+        text: String, text of an optimised HLO module.
 
     Returns:
         Dict of the collective's name to `(count, bytes)`, with the bytes of
         the results on one device.
     """
-    entry, computations = _parse(hlo)
-    total = {name: [0, 0] for name in OPCODES.values()}
-    _add(computations, entry, 1, total)
+    module = hlo.Module(text)
+    total = {name: [0, 0] for name in NAMES}
+    _count(module, module.entry, 1, set(), total)
     return {name: tuple(pair) for name, pair in total.items()}
 
 
-def _parse(hlo):
-    """Returns the entry computation's name, and each computation's lines."""
-    computations = {}
-    entry = None
-    lines = None
-    for line in hlo.splitlines():
-        header = _COMPUTATION.match(line)
-        if header:
-            lines = computations[header.group(2)] = []
-            if header.group(1):
-                entry = header.group(2)
-        elif lines is not None:
-            lines.append(line)
-    return entry, computations
+def _count(module, computation, times, seen, total):
+    for instruction in module.instructions(computation):
+        for found in collectives_of(module, instruction, seen):
+            total[found.kind][0] += times * len(found.sizes)
+            total[found.kind][1] += times * sum(found.sizes)
+        if instruction.opcode in hlo.CONTROL:
+            for name in instruction.called:
+                if name in module:
+                    inner = times * instruction.trips
+                    _count(module, name, inner, seen, total)
 
 
-def _add(computations, name, times, total):
-    for line in computations[name]:
-        found = _COLLECTIVE.search(line)
-        if found and _group_size(line) != 1:
-            result, opcode, start = found.groups()
-            sizes = _array_bytes(result)
-            if start and opcode == "all-gather":
-                # A start operation returns its operands, then its results.
-                sizes = sizes[len(sizes) // 2 :]
-            elif start and opcode == "collective-permute":
-                sizes = sizes[1:2]
-            pair = total[OPCODES[opcode]]
-            pair[0] += times * len(sizes)
-            pair[1] += times * sum(sizes)
+def collectives_of(module, instruction, seen):
+    """Returns the collectives of one instruction, and of what it fuses.
+
+    Args:
+        module: `hlo.Module`.
+        instruction: `hlo.Instruction`.
+        seen: Set, to which this adds. The compiler for TPUs clones collectives
+            into the fusions that start and end them; a clone is not counted.
+
+    Returns:
+        List of `Collective`.
+    """
+    found = _collective(module, instruction)
+    if found is not None:
+        key = _key(instruction)
+        if key is None or key not in seen:
+            seen.add(key)
+            return [found] if len(found.devices) != 1 else []
+        return []
+    if instruction.opcode in hlo.CONTROL or instruction.opcode == "reduce":
+        return []
+    inside = []
+    for name in instruction.called:
+        if name not in module:
             continue
-        trips = _TRIPS.search(line) if " while(" in line else None
-        inner = times * int(trips.group(1)) if trips else times
-        called = _CALLED.findall(line)
-        for branches in _BRANCHES.findall(line):
-            called += re.findall(r"[\w.\-]+", branches)
-        for other in called:
-            if other in computations:
-                _add(computations, other, inner, total)
+        for inner in module.instructions(name):
+            inside += collectives_of(module, inner, seen)
+    if any(name.startswith(_SCATTER_FUSION) for name in instruction.called):
+        sizes = [array.nbytes for array in instruction.results]
+        return [
+            one._replace(kind="reduce_scatter", sizes=sizes) for one in inside
+        ]
+    if instruction.opcode == "async-start" or instruction.name.startswith(
+        _START_FUSION
+    ):
+        return [one._replace(is_started=True) for one in inside]
+    return inside
 
 
-def _group_size(line):
-    listed = _GROUPS_LISTED.search(line)
-    if listed:
-        return len(listed.group(1).split(","))
-    iota = _GROUPS_IOTA.search(line)
-    return int(iota.group(1)) if iota else None
+def is_collective(instruction):
+    """Returns whether an instruction is a collective, or starts one."""
+    return instruction.opcode.removesuffix("-start") in OPCODES
 
 
-def _array_bytes(result):
-    sizes = []
-    for dtype, shape in _ARRAY.findall(result):
-        bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype).group())
-        dims = [int(dim) for dim in shape.split(",") if dim]
-        sizes.append(math.prod(dims) * bits // 8)
-    return sizes
+def start_of_done(instruction):
+    """Returns the name of the start that a "done" ends; `None` for others."""
+    if instruction.opcode.endswith("-done") and instruction.operands:
+        return instruction.operands[0]
+    if instruction.name.startswith(_DONE_FUSION):
+        return instruction.name.replace(_DONE_FUSION, _START_FUSION)
+    return None
+
+
+def _collective(module, instruction):
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode not in OPCODES:
+        return None
+    is_start = opcode != instruction.opcode
+    sizes = [array.nbytes for array in instruction.results]
+    inner = [
+        row
+        for name in instruction.called
+        if name in module
+        for row in module.instructions(name)
+        if row.opcode == opcode
+    ]
+    if is_start and inner:
+        sizes = [array.nbytes for array in inner[0].results]
+    elif is_start and opcode == "all-gather":
+        # A start operation returns its operands, then its results.
+        sizes = sizes[len(sizes) // 2 :]
+    elif is_start and opcode != "all-reduce":
+        sizes = sizes[1:2]
+    group = (inner[0] if inner else instruction).group
+    if not group:
+        group = tuple(range(module.device_count))
+    return Collective(
+        OPCODES[opcode],
+        sizes,
+        group,
+        is_start and '"is_sync":true' not in instruction.text,
+    )
+
+
+def _key(instruction):
+    """Returns what a collective and its clones have in common, or `None`."""
+    channel = instruction.attribute(r"channel_id=(\d+)")
+    name = instruction.attribute(r'op_name="([^"]*)"')
+    is_of_tpu = ":T(" in instruction.text
+    return (channel, name) if channel and is_of_tpu else None

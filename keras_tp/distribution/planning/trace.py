@@ -96,7 +96,7 @@ def trace_build(build_fn, input_spec=None):
         stack.enter_context(no_trace_left())
         scope = keras.StatelessScope(initialize_variables=False)
         stack.enter_context(scope)
-        stack.enter_context(_initial_values_put_off())
+        stack.enter_context(initial_values_put_off())
         # On torch, quantization collects the parameters of a layer again. Here
         # a layer has none.
         if hasattr(Layer, "_track_variables"):
@@ -106,7 +106,7 @@ def trace_build(build_fn, input_spec=None):
 
 
 @contextlib.contextmanager
-def _initial_values_put_off():
+def initial_values_put_off():
     """Allows variables that are made from a value, such as an optimizer's.
 
     In a stateless scope, Keras accepts only initializers.

@@ -294,7 +294,8 @@ def test_channels_first_kernels_are_reported_as_they_are_computed(name):
         convolution = layer(
             12, 2, data_format=data_format, name="convolution", **arguments
         )
-        return keras.Sequential([keras.Input(shape), convolution], "images")
+        stack = [keras.Input(shape), convolution]
+        return keras.Sequential(stack, name="images")
 
     x = np.random.default_rng(2).normal(size=(BATCH, *size, 3)).astype("f")
     expected = build((*size, 3), "channels_last").predict(x, verbose=0)

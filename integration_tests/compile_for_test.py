@@ -1,0 +1,193 @@
+"""Programs of accelerators that are not there: counts, memory, kernels."""
+
+import importlib.util
+import json
+
+import keras
+import pytest
+
+from keras_tp import distribution as dist
+
+BATCH, LENGTH, HIDDEN, HEADS, DEVICES = 8, 256, 512, 8, 8
+SIZE = BATCH * LENGTH * HIDDEN * 2
+PACKAGES = {"h100": "jax_plugins.xla_cuda12", "v5e": "libtpu"}
+
+on_jax = pytest.mark.skipif(
+    keras.config.backend() != "jax", reason="XLA's compilers come with JAX"
+)
+
+
+def is_installed(package):
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def needed(target):
+    return pytest.param(
+        target,
+        marks=pytest.mark.skipif(
+            not is_installed(PACKAGES[target]),
+            reason=f"pip install '.[jax,ahead]' to compile for {target}",
+        ),
+    )
+
+
+def build(depth=1):
+    """Blocks of attention and two Dense layers, as in a transformer."""
+    x = inputs = keras.Input((LENGTH, HIDDEN))
+    for _ in range(depth):
+        normed = keras.layers.LayerNormalization()(x)
+        x += keras.layers.MultiHeadAttention(HEADS, HIDDEN // HEADS)(
+            normed, normed, use_causal_mask=True
+        )
+        normed = keras.layers.LayerNormalization()(x)
+        wide = keras.layers.Dense(4 * HIDDEN, activation="gelu")(normed)
+        x += keras.layers.Dense(HIDDEN)(wide)
+    outputs = keras.layers.Dense(HIDDEN, name="out")(x)
+    return keras.Model(inputs, outputs, name="blocks")
+
+
+def build_halved(depth=1):
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        return build(depth)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+@on_jax
+@pytest.mark.parametrize("target", [needed("h100"), needed("v5e")])
+def test_a_block_costs_four_all_reduces(target, tmp_path):
+    before = keras.random.uniform((2,), seed=keras.random.SeedGenerator(3))
+    report = dist.compile_for(
+        build_halved,
+        None,
+        target,
+        DEVICES,
+        batch_size=BATCH,
+        loss="mse",
+        depth=3,
+        compiled_depths=(1, 2),
+    )
+    assert report.collectives_per_layer()["all_reduce"] == 4
+    large = report.collectives["all_reduce"]["bytes"]
+    # The rest: sums for the loss, and the gradient of the last layer's input.
+    assert 3 * 4 * SIZE <= large < (3 * 4 + 2) * SIZE
+    assert report.fits
+    weights = 3 * (12 * HIDDEN**2 * 4) / DEVICES
+    # With two slots of Adam.
+    assert report.memory["arguments"] > 3 * weights
+    # Forward and backward, of matmuls alone.
+    least = 3 * 2 * BATCH * LENGTH * 3 * 12 * HIDDEN**2 / DEVICES
+    assert least < sum(report.flops.values()) < 1.5 * least
+    if target == "h100":
+        assert any("cuDNN" in name for name in report.attention)
+    assert json.loads(report.to_json())["target"] == target
+    report.to_html(tmp_path / "page.html")
+    assert keras.distribution.distribution() is None
+    after = keras.random.uniform((2,), seed=keras.random.SeedGenerator(3))
+    assert (before == after).all()
+
+
+@on_jax
+@pytest.mark.parametrize("target", [needed("h100")])
+def test_the_law_holds_at_a_third_depth(target):
+    arguments = (None, target, DEVICES)
+    kwargs = {"batch_size": BATCH, "loss": "mse"}
+    law = dist.compile_for(
+        build, *arguments, depth=3, compiled_depths=(1, 2), **kwargs
+    )
+    real = dist.compile_for(lambda: build(3), *arguments, **kwargs)
+    for kind, row in real.collectives.items():
+        assert law.collectives[kind]["count"] == row["count"]
+        assert law.collectives[kind]["bytes"] == row["bytes"]
+    assert law.memory["arguments"] == pytest.approx(
+        real.memory["arguments"], rel=0.01
+    )
+    assert law.peak == pytest.approx(real.peak, rel=0.1)
+    assert sum(law.flops.values()) == pytest.approx(
+        sum(real.flops.values()), rel=0.01
+    )
+
+
+@on_jax
+@pytest.mark.parametrize("target", [needed("h100")])
+def test_a_model_that_exists_and_another_distribution(target):
+    model = build()
+    weights = [w.copy() for w in model.get_weights()]
+    mesh = dist.DeviceMesh(
+        (DEVICES,), ["batch"], [f"gpu:{i}" for i in range(8)]
+    )
+    report = dist.compile_for(
+        model,
+        dist.DataParallel(mesh),
+        target,
+        batch_size=BATCH,
+        optimizer=keras.optimizers.SGD(0.1),
+        loss="mse",
+    )
+    # The gradients of all variables, and a few sums.
+    parameters = model.count_params() * 4
+    found = sum(row["bytes"] for row in report.collectives.values())
+    assert parameters <= found < 1.1 * parameters
+    for old, new in zip(weights, model.get_weights()):
+        assert (old == new).all()
+
+
+@on_jax
+def test_a_missing_compiler_is_named(monkeypatch):
+    from jax._src import xla_bridge
+
+    monkeypatch.setattr(xla_bridge, "get_tpu_library_path", lambda: None)
+    with pytest.raises(ImportError, match=r"pip install 'keras_tp\[jax,ahead"):
+        dist.compile_for(build, None, "v5e", 8, batch_size=8, loss="mse")
+
+
+@on_jax
+@pytest.mark.parametrize(
+    ["arguments", "message"],
+    [
+        ({"target": "h1000"}, "`target` must be one of"),
+        ({"count": 12, "target": "v5e"}, "power of two"),
+        ({"count": 20}, "nodes of 8"),
+        ({"model_or_build_fn": 3}, "takes a Keras model"),
+        ({"depth": 4, "compiled_depths": (2, 2)}, "two rising"),
+        ({"distribution": 5}, "must be a distribution"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    if "count" in arguments and not is_installed("libtpu"):
+        pytest.skip("pip install '.[jax,ahead]'")
+    given = {
+        "model_or_build_fn": build,
+        "distribution": None,
+        "target": "h100",
+        "count": None,
+        "batch_size": 8,
+        "loss": "mse",
+        **arguments,
+    }
+    with pytest.raises(ValueError, match=message):
+        dist.compile_for(**given)
+
+
+@on_jax
+def test_the_count_is_that_of_the_mesh():
+    mesh = dist.DeviceMesh((2,), ["model"], ["gpu:0", "gpu:1"])
+    with pytest.raises(ValueError, match="has 2 devices"):
+        dist.compile_for(
+            build,
+            dist.TensorParallel(mesh),
+            "h100",
+            8,
+            batch_size=8,
+            loss="mse",
+        )
+
+
+@pytest.mark.skipif(keras.config.backend() == "jax", reason="works on JAX")
+def test_other_backends_are_refused():
+    with pytest.raises(ValueError, match="backend 'jax' only"):
+        dist.compile_for(build, None, "h100", 8, batch_size=8, loss="mse")
