@@ -157,14 +157,11 @@ TABLE = [
         reshape.hook_repeat,
         "heads that are fewer than the devices can be repeated",
     ),
-    *(
-        Hook(
-            f"{_TRAINER}:TorchTrainer",
-            f"make_{name}_function",
-            _hook_make_function,
-            f"the batches of a {name} step are split",
-        )
-        for name in ("train", "test", "predict")
+    Hook(
+        f"{_TRAINER}:TorchTrainer",
+        ("make_train_function", "make_test_function", "make_predict_function"),
+        _hook_make_function,
+        "the batches of a step are split",
     ),
     Hook(
         "keras.src.trainers.trainer:Trainer",
@@ -201,18 +198,13 @@ TABLE = [
     ),
     *(
         Hook(
-            owner, name, table.whole, "DTensor cannot split what it is made of"
+            owner, names, table.whole, "DTensor cannot split what it is made of"
         )
-        for owner, name in (
-            ("torch", "stft"),
-            ("torch", "istft"),
-            (_CORE, "associative_scan"),
-            (_CORE, "scatter"),
+        for owner, names in (
+            ("torch", ("stft", "istft")),
+            (_CORE, ("associative_scan", "scatter")),
             ("keras.src.backend.torch.linalg", "jvp"),
-            (_NUMPY, "median"),
-            (_NUMPY, "nanmedian"),
-            (_NUMPY, "nanquantile"),
-            (_NUMPY, "quantile"),
+            (_NUMPY, ("median", "nanmedian", "nanquantile", "quantile")),
         )
     ),
     Hook(
