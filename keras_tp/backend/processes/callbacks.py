@@ -16,6 +16,7 @@ from keras_tp.backend.hooks import Hook
 from keras_tp.backend.hooks import around
 from keras_tp.backend.hooks import methods_row
 from keras_tp.backend.processes import progress
+from keras_tp.backend.processes import timeouts
 from keras_tp.backend.saving import atomic_files
 from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import one_writer
@@ -204,7 +205,7 @@ def _wait_for_orbax(original, self, *args, **kwargs):
     """Makes all processes wait until the folder is complete."""
     result = original(self, *args, **kwargs)
     if _writes_orbax_for_all(self):
-        with _processes().longer():
+        with timeouts.longer():
             _processes().meet(_SAVING_ORBAX)
     return result
 
@@ -219,7 +220,7 @@ class _Orbax:
             return original(self, step, logs)
         processes = _processes()
         processes.meet(_SAVING_ORBAX)
-        with processes.longer():
+        with timeouts.longer():
             if processes.is_first():
                 original(self, step, logs)
             else:

@@ -14,6 +14,7 @@ from keras.src.distribution.distribution_lib import distribution
 
 from keras_tp.backend import current
 from keras_tp.backend.hooks import methods_row
+from keras_tp.backend.processes import timeouts
 from keras_tp.backend.saving import atomic_files
 from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import file_seal
@@ -123,7 +124,7 @@ def _save_once(
             return original(model, path, *args, **kwargs)
     processes.meet(_SAVING)
     place = in_place if processes.is_first() else _nowhere
-    with processes.longer():
+    with timeouts.longer():
         with place(filepath) as path:
             result = original(model, path, *args, **kwargs)
             # If a process ended meanwhile, the older file stays.

@@ -124,11 +124,6 @@ def meet(what):
         _opened().meet(what)
 
 
-def longer():
-    """Returns a context in which processes wait longer for a slow one."""
-    return timeouts.longer()
-
-
 def from_first(value):
     """Returns the value of process 0 in every process. A collective."""
     return gather(value if is_first() else None, "a value of process 0")[0]

@@ -169,11 +169,6 @@ def meet(what):
         _opened().meet(what)
 
 
-def longer():
-    """Returns a context in which processes wait longer. A collective."""
-    return _opened().longer()
-
-
 def gather(value, what):
     """Returns a list of one small value per process. A collective."""
     if world_size() == 1:
