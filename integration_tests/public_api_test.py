@@ -22,7 +22,8 @@ ADDED = {
     "describe": "(model)",
     "distribute_model": "(model, distribution=None)",
     "plan_sharding": (
-        "(model_or_build_fn, device_mesh, input_spec=None, overrides=None)"
+        "(model_or_build_fn, device_mesh, input_spec=None, overrides=None, "
+        "fully_shard=None)"
     ),
     "register_rule": "(cls)",
     "ShardingPlan": (

@@ -144,15 +144,10 @@ def test_what_is_communicated(shape):
     assert sent == want
 
 
-@SHAPES
-def test_fully_sharded(shape):
-    """The weights themselves over the batch axis too, as in FSDP (ZeRO-3)."""
+def assert_fully_sharded(parallel, shape):
+    """Trains as on one device; each holds its part of weights and slots."""
     want_losses, want = reference("adam")
-    layouts = {
-        "up/kernel": ("batch", "model"),
-        "down/kernel": ("model", "batch"),
-    }
-    with harness.model_parallel(layouts, shape).scope():
+    with parallel.scope():
         model = network()
     losses, got = trained(model, OPTIMIZERS["adam"])
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
@@ -164,3 +159,35 @@ def test_fully_sharded(shape):
             assert set(row.device_bytes.values()) == {
                 row.bytes // (shape[0] * shape[1])
             }
+    return model
+
+
+@SHAPES
+def test_fully_sharded(shape):
+    """The weights themselves over the batch axis too, as in FSDP (ZeRO-3)."""
+    layouts = {
+        "up/kernel": ("batch", "model"),
+        "down/kernel": ("model", "batch"),
+    }
+    assert_fully_sharded(harness.model_parallel(layouts, shape), shape)
+
+
+@SHAPES
+def test_a_plan_that_is_fully_sharded(shape):
+    plan = distribution.plan_sharding(
+        network, harness.mesh(shape), fully_shard="batch"
+    )
+    assert plan.split_share == 1
+    model = assert_fully_sharded(plan.distribution(), shape)
+    weights = sum(np.prod(v.shape) * 4 for v in model.trainable_variables)
+    memory = plan.memory(BATCH)
+    assert memory["parameters"] == weights // (shape[0] * shape[1])
+    assert memory["slots"] == 2 * memory["parameters"]
+
+
+@pytest.mark.parametrize("axis", ["model", "rows"])
+def test_an_axis_that_cannot_be_fully_sharded(axis):
+    with pytest.raises(ValueError, match="`fully_shard` must be a mesh axis"):
+        distribution.plan_sharding(
+            network, harness.mesh(harness.fitted((1, 2))), fully_shard=axis
+        )

@@ -78,7 +78,7 @@ def around(function):
 
     ```python
     @around
-    def compile(original, self, *args, **kwargs):
+    def compile(original, self, /, *args, **kwargs):
         return original(self, *args, **kwargs)
     ```
 

@@ -152,7 +152,9 @@ class ShardingPlan:
 
         The all-reduces of a loss over split outputs, of clipping and of metrics
         are not counted. With several replicas of the model, each gradient is
-        all-reduced over them.
+        all-reduced over them. Of a fully sharded plan, neither the all-gathers
+        of variables nor the reduce-scatters of their gradients are counted:
+        each backend chooses how many it needs.
 
         Args:
             batch_size: Int, the global batch size.
@@ -355,7 +357,11 @@ class ShardingPlan:
 
 
 def plan_sharding(
-    model_or_build_fn, device_mesh, input_spec=None, overrides=None
+    model_or_build_fn,
+    device_mesh,
+    input_spec=None,
+    overrides=None,
+    fully_shard=None,
 ):
     """Plans how the variables of a model are split over a mesh.
 
@@ -384,13 +390,19 @@ def plan_sharding(
         overrides: Dict of path, or pattern that matches whole paths, to a
             tuple of mesh axes and `None`s, one for each dim. Dims that must be
             split together with an overridden dim follow. Defaults to `None`.
+        fully_shard: String, a mesh axis that splits batches, such as
+            `"batch"`. Every variable, and so its optimizer slots, is also split
+            over this axis, along its largest whole dim that divides, and
+            gathered before it is used (FSDP, or ZeRO-3, with tensor
+            parallelism: Rajbhandari et al. 2020). Defaults to `None`: variables
+            are replicated over it.
 
     Returns:
         A `ShardingPlan`.
 
     Raises:
-        ValueError: if the model's inputs are not known, or an override does
-            not fit the model.
+        ValueError: if the model's inputs are not known, or an override or
+            `fully_shard` does not fit the model or the mesh.
     """
     arguments.check_mesh(device_mesh)
     if isinstance(model_or_build_fn, Layer):
@@ -404,7 +416,7 @@ def plan_sharding(
         )
     return ShardingPlan(
         device_mesh=device_mesh,
-        **planner.plan_graph(graph, device_mesh, overrides),
+        **planner.plan_graph(graph, device_mesh, overrides, fully_shard),
     )
 
 

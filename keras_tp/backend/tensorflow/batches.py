@@ -85,7 +85,7 @@ class InStep:
 
 
 @around
-def hook_epoch_iterator(original, self, *args, **kwargs):
+def hook_epoch_iterator(original, self, /, *args, **kwargs):
     """Makes all processes agree on the number of batches."""
     current = distribution()
     original(self, *args, **kwargs)

@@ -54,7 +54,7 @@ class _Attempt:
 
 
 @around
-def hook_call(original, self, *args, **kwargs):
+def hook_call(original, self, /, *args, **kwargs):
     """Runs a function that reads a sharded variable on the mesh.
 
     The first trace of a function shows whether it does. If so, this trace

@@ -82,7 +82,7 @@ def run_on_mesh(step):
 
 
 @around
-def hook_capture(original, self, tensor, *args, **kwargs):
+def hook_capture(original, self, tensor, /, *args, **kwargs):
     """Places the tensors on the mesh that a graph captures, as from `build`.
 
     TensorFlow makes tensors of a few elements constants of the graph. DTensor
@@ -216,7 +216,7 @@ def hook_maybe_symbolic_build(original, self, iterator=None, data_batch=None):
 
 
 @around
-def hook_layer_call(original, self, *args, **kwargs):
+def hook_layer_call(original, self, /, *args, **kwargs):
     """Runs the outermost eager call of a layer on the current mesh."""
     if isinstance(self, Model):
         functions.note_model(self, args, kwargs)

@@ -139,7 +139,7 @@ def _plain(variable, value):
 
 
 @around
-def hook_export(original, self, *args, **kwargs):
+def hook_export(original, self, /, *args, **kwargs):
     """Exports a SavedModel, which needs all values on one device.
 
     Afterwards the variables get their old values back, so functions compiled

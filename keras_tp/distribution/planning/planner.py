@@ -13,20 +13,23 @@ from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import as_layout
 from keras_tp.distribution.tensor_layout import axis_size
 from keras_tp.distribution.tensor_layout import check_layout
+from keras_tp.distribution.tensor_layout import split_largest_dim
 
 # Names of mesh axes that split batches, not variables.
 BATCH_AXES = ("batch", "data")
 MODEL_AXIS = "model"
 
 
-def plan_graph(graph, device_mesh, overrides=None):
+def plan_graph(graph, device_mesh, overrides=None, fully_shard=None):
     """Returns the arguments of a `ShardingPlan`, except its mesh, as a dict.
 
     Args:
         graph: `Graph`.
         device_mesh: `DeviceMesh`.
         overrides: Dict, as `plan_sharding` takes it. Defaults to `None`.
+        fully_shard: String, as `plan_sharding` takes it. Defaults to `None`.
     """
+    _check_fully_shard(fully_shard, device_mesh)
     axis = model_axis(device_mesh)
     count = axis_size(device_mesh, axis)
     overridden = _resolve_overrides(graph, device_mesh, overrides or {})
@@ -44,18 +47,19 @@ def plan_graph(graph, device_mesh, overrides=None):
         axes = [None] * value.ndim
         if choice.dim is not None:
             axes[choice.dim] = axis
-        variables.append(
-            PlannedVariable(
-                path=value.path,
-                shape=value.shape,
-                dtype=value.dtype,
-                trainable=value.trainable,
-                axes=overridden.get(value.path, tuple(axes)),
-                blocks=choice.blocks,
-                why=choice.why,
-                obstacles=tuple(choice.obstacles),
-            )
+        row = PlannedVariable(
+            path=value.path,
+            shape=value.shape,
+            dtype=value.dtype,
+            trainable=value.trainable,
+            axes=overridden.get(value.path, tuple(axes)),
+            blocks=choice.blocks,
+            why=choice.why,
+            obstacles=tuple(choice.obstacles),
         )
+        if fully_shard is not None and value.path not in overridden:
+            row = _fully_sharded(row, fully_shard, device_mesh)
+        variables.append(row)
     return dict(
         model_name=graph.name,
         axis=axis,
@@ -78,6 +82,28 @@ def plan_graph(graph, device_mesh, overrides=None):
         ],
         without_rule=solution.unknown,
     )
+
+
+def _check_fully_shard(axis, device_mesh):
+    if axis is None or axis in device_mesh.axis_names:
+        if axis is None or axis != model_axis(device_mesh):
+            return
+    raise ValueError(
+        "`fully_shard` must be a mesh axis that splits batches: each device "
+        "along it then holds a part of every variable. Received: "
+        f"fully_shard={axis!r}, axes {list(device_mesh.axis_names)} of which "
+        f"{model_axis(device_mesh)!r} splits the model already"
+    )
+
+
+def _fully_sharded(row, axis, device_mesh):
+    """Splits the largest whole dim of a `PlannedVariable` over another axis."""
+    # What is planned in blocks is whole along the model axis.
+    axes = split_largest_dim(row.layout_axes, row.shape, axis, device_mesh)
+    if axes == row.layout_axes:
+        return row
+    why = f"{row.why}; split over {axis!r} and gathered before use"
+    return row._replace(axes=axes, blocks=1, why=why)
 
 
 def model_axis(device_mesh):

@@ -21,7 +21,7 @@ def hook_reshape(original):
     """Gathers a split dim if its new shape cannot stay split.
 
     DTensor raises if a split dim becomes several dims, and the number of
-    devices does not divide the first of them.
+    devices does not divide the first of them. So it is with the gradient.
     """
 
     @functools.wraps(original)
@@ -32,31 +32,19 @@ def hook_reshape(original):
                 sizes = sizes[0]
             x = _divisible(x, [int(size) for size in sizes])
         result = original(x, *shape, **kwargs)
-        if isinstance(result, DTensor) and not all(
-            _keeps(result.shape, x.shape, dim, count)
-            for dim in range(result.ndim)
-            for count in result.device_mesh.shape
-            if count > 1
-        ):
-            result = _DivisibleGradient.apply(result, tuple(x.shape))
+        if isinstance(result, DTensor) and result.requires_grad:
+            sizes = list(x.shape)
+            if not all(
+                _keeps(result.shape, sizes, dim, count)
+                for dim in range(result.ndim)
+                for count in result.device_mesh.shape
+                if count > 1
+            ):
+                # The gradient is reshaped back.
+                result.register_hook(lambda dy: _divisible(dy, sizes))
         return result
 
     return reshape
-
-
-class _DivisibleGradient(torch.autograd.Function):
-    """Gathers a gradient that cannot stay split in the shape of the input."""
-
-    @staticmethod
-    def forward(ctx, x, sizes):
-        ctx.sizes = sizes
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if isinstance(gradient, DTensor):
-            gradient = _divisible(gradient, list(ctx.sizes))
-        return gradient, None
 
 
 def _divisible(x, sizes):
