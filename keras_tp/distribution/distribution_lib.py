@@ -179,11 +179,11 @@ class DataParallel(keras_lib.DataParallel, Distribution):
 
     def __init__(self, device_mesh=None, devices=None, auto_shard_dataset=True):
         if device_mesh is None:
-            if devices is not None:
-                devices = listed_devices(devices)
-            count = get_device_count() if devices is None else len(devices)
+            if devices is None:
+                devices = list_devices()
+            devices = listed_devices(devices)
             names = [DEFAULT_BATCH_DIM_NAME]
-            device_mesh = DeviceMesh((count,), names, devices)
+            device_mesh = DeviceMesh((len(devices),), names, devices)
         arguments.check_mesh(device_mesh)
         super().__init__(device_mesh, auto_shard_dataset=auto_shard_dataset)
 
