@@ -1,5 +1,7 @@
 """Layers whose operations need a rule: the numbers of one device on a mesh."""
 
+import os
+
 import keras
 import numpy as np
 import pytest
@@ -244,7 +246,25 @@ def distribution(shape=(2, 2), extra=None):
     return dist.ModelParallel(layout_map=layout_map)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+# Whose operations others have too: `ops_layers_test.py` tries them all.
+ONLY_SLOW = set(
+    """adaptive_average_pool2d average_pool1d bidirectional conv1d conv1d_causal
+    conv1d_transpose cropping2d depthwise_conv1d dropout_of_rows flatten
+    gaussian_dropout gaussian_noise global_max_pool2d gru layer_normalization
+    max_pool1d max_pool3d permute prelu rms_normalization separable_conv2d
+    simple_rnn spatial_dropout time_distributed unit_normalization
+    up_sampling2d zero_padding2d""".split()
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in LAYERS
+        if name not in ONLY_SLOW or os.environ.get("KERAS_TP_SLOW") == "1"
+    ],
+)
 def test_a_layer_on_split_features(name):
     expected = train(build(name))
     with distribution().scope():
