@@ -179,11 +179,12 @@ class DataParallel(keras_lib.DataParallel, Distribution):
 
     def __init__(self, device_mesh=None, devices=None, auto_shard_dataset=True):
         if device_mesh is None:
-            if devices is None:
-                devices = list_devices()
-            devices = listed_devices(devices)
+            found = list_devices() if devices is None else None
+            devices = listed_devices(found or devices)
             names = [DEFAULT_BATCH_DIM_NAME]
             device_mesh = DeviceMesh((len(devices),), names, devices)
+            # The devices were found, not listed by the user.
+            device_mesh._is_alone = found is not None and len(found) == 1
         arguments.check_mesh(device_mesh)
         super().__init__(device_mesh, auto_shard_dataset=auto_shard_dataset)
 
