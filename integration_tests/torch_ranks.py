@@ -4,7 +4,8 @@
 
 Without arguments all of `SHARED` are run; arguments go to pytest. Process 0
 prints; the others write `rank_<index>.txt` into the folder that
-KERAS_TP_RANK_FOLDER names. `tmp_path` is one folder for all processes, because
+KERAS_TP_RANK_FOLDER names, and every process writes its failures into
+`failed_<index>.txt` there. `tmp_path` is one folder for all processes, because
 one of them writes the files that all of them read.
 """
 
@@ -79,6 +80,13 @@ def tmp_path(request):
     folder = _folder() / digest[:16]
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def pytest_runtest_logreport(report):
+    if report.failed:
+        path = _folder() / f"failed_{os.environ['RANK']}.txt"
+        with open(path, "a") as file:
+            file.write(f"{report.nodeid}\n{report.longreprtext}\n")
 
 
 def main():
