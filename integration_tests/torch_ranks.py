@@ -59,6 +59,7 @@ SHARED = [
             "torch_shards",
             "torch_writing",
             "training",
+            "uneven",
             "zero",
         )
     ),

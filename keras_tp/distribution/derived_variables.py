@@ -16,8 +16,8 @@ from keras.src.distribution.distribution_lib import distribution as current
 from keras.src.layers import EinsumDense
 from keras.src.layers import Embedding
 
-from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import axis_size
+from keras_tp.distribution.tensor_layout import uneven_layout
 
 # A kernel's name -> the attribute that holds it.
 _KERNELS = {
@@ -131,7 +131,9 @@ def layout_for(variable, named=None):
     else:
         why = f"{source.path!r} is whole"
     variable._origin = variable._origin._replace(follows=why)
-    return TensorLayout(axes, source.layout.device_mesh)
+    layout = source.layout
+    uneven = getattr(layout, "uneven", False)
+    return uneven_layout(axes, layout.device_mesh, uneven)
 
 
 def derived_of(layer):
@@ -164,7 +166,9 @@ def _follow(source, dims, shape):
     for i, dim in enumerate(dims):
         axis = None if dim is None else source.layout.axes[dim]
         count = axis_size(source.layout.device_mesh, axis)
-        if shape[i] % count == 0:
+        # A dim of the same size is split as the kernel's is, if unevenly.
+        is_alike = dim is not None and shape[i] == source.shape[dim]
+        if shape[i] % count == 0 or is_alike:
             axes[i] = axis
         else:
             obstacles.append(

@@ -27,6 +27,7 @@ from keras_tp.distribution.tensor_layout import axis_size
 from keras_tp.distribution.tensor_layout import axis_sizes
 from keras_tp.distribution.tensor_layout import batch_replicated_if_uneven
 from keras_tp.distribution.tensor_layout import check_layout
+from keras_tp.distribution.tensor_layout import is_uneven
 from keras_tp.distribution.variable_origin import WEIGHT
 from keras_tp.distribution.variable_origin import current_root
 from keras_tp.distribution.variable_origin import origin_of
@@ -296,8 +297,29 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
             layout = self._layout_map.layout_for(variable.path, origin.root)
             layout = derived_variables.layout_for(variable, layout)
             if layout is not None and 0 not in shape:
-                check_layout(layout, shape, f"variable {variable.path!r}")
+                what = f"variable {variable.path!r}"
+                uneven = getattr(layout, "uneven", False)
+                check_layout(layout, shape, what, uneven)
+                layout = self._even(layout, variable)
         return self._replicated(shape) if layout is None else layout
+
+    def _even(self, layout, variable):
+        """Returns a layout with parts of one size, if the backend needs it."""
+        shape = tuple(variable.shape)
+        lib = backend.distribution_lib
+        if lib.splits_unevenly() or not is_uneven(shape, layout):
+            return layout
+        axes = [
+            None if size % axis_size(self.device_mesh, axis) else axis
+            for size, axis in zip(shape, layout.axes)
+        ]
+        warnings.warn(
+            f"Variable {variable.path!r} of shape {shape} does not divide as "
+            f"its layout {layout.axes} asks, and this backend has no parts of "
+            f"different sizes: its layout is {tuple(axes)}.",
+            stacklevel=2,
+        )
+        return TensorLayout(axes, self.device_mesh)
 
     def get_tensor_layout(self, path):
         return self._layout_map.layout_for(path, current_root())

@@ -5,10 +5,10 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras_tp import backend
 from keras_tp.backend import hooks
 from keras_tp.distribution import variable_origin
-from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import axis_names
 from keras_tp.distribution.tensor_layout import axis_size
 from keras_tp.distribution.tensor_layout import split_largest_dim
+from keras_tp.distribution.tensor_layout import uneven_layout
 
 
 @hooks.around
@@ -93,7 +93,7 @@ def slot_layout(layout, shape, dims, distribution):
     is_sharded = getattr(distribution, "shard_optimizer", False)
     if is_sharded and batch not in used and axis_size(mesh, batch) > 1:
         axes = split_largest_dim(axes, shape, batch, mesh)
-    return TensorLayout(axes, mesh)
+    return uneven_layout(axes, mesh, getattr(layout, "uneven", False))
 
 
 def _kept_dims(name, slot, variable):

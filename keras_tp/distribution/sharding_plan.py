@@ -6,6 +6,7 @@ import re
 
 from keras import Layer
 
+from keras_tp import backend
 from keras_tp.backend.saving import atomic_files
 from keras_tp.distribution import arguments
 from keras_tp.distribution.device_mesh import DeviceMesh
@@ -20,6 +21,9 @@ from keras_tp.distribution.tensor_layout import axis_names
 from keras_tp.distribution.tensor_layout import axis_size
 from keras_tp.distribution.tensor_layout import axis_sizes
 from keras_tp.distribution.tensor_layout import format_bytes
+from keras_tp.distribution.tensor_layout import is_uneven
+from keras_tp.distribution.tensor_layout import part_shape
+from keras_tp.distribution.tensor_layout import uneven_layout
 
 
 class ShardingPlan:
@@ -91,7 +95,10 @@ class ShardingPlan:
         """A `LayoutMap` with the layout of every variable, by its path."""
         layout_map = LayoutMap(self.device_mesh)
         for row in self.variables:
-            layout_map[re.escape(row.path)] = row.layout_axes
+            layout = uneven_layout(row.layout_axes, self.device_mesh)
+            # Others have to divide, in a model of other sizes too.
+            layout.uneven = is_uneven(row.shape, layout)
+            layout_map[re.escape(row.path)] = layout
         return layout_map
 
     @property
@@ -195,10 +202,8 @@ class ShardingPlan:
         item = cost.item_bytes(row.dtype)
         if dtype is not None and "float" in row.dtype:
             item = cost.item_bytes(dtype)
-        count = math.prod(
-            axis_size(self.device_mesh, axis) for axis in row.layout_axes
-        )
-        return math.prod(row.shape) * item // count
+        part = part_shape(row.shape, row.layout_axes, self.device_mesh)
+        return math.prod(part) * item
 
     # -- comparisons ---------------------------------------------------------
 
@@ -256,7 +261,7 @@ class ShardingPlan:
             mine, why = row.layout_axes, row.obstacles[dim]
             if self.axis not in axis_names(axis) or mine[dim] == axis:
                 continue
-            if row.shape[dim] % count:
+            if row.shape[dim] % count and why:
                 return f"dim {dim} is split and does not divide by {count}"
             if why:
                 return f"dim {dim} is split, which communicates: {why}"
@@ -416,7 +421,10 @@ def plan_sharding(
         )
     return ShardingPlan(
         device_mesh=device_mesh,
-        **planner.plan_graph(graph, device_mesh, overrides, fully_shard),
+        **planner.plan_graph(
+            *(graph, device_mesh, overrides, fully_shard),
+            uneven=backend.distribution_lib.splits_unevenly(),
+        ),
     )
 
 

@@ -29,9 +29,17 @@ class TensorLayout(keras_lib.TensorLayout):
         device_mesh: `DeviceMesh` that has these axes. Defaults to `None`; a
             `LayoutMap` fills in its own.
 
+    Attributes:
+        uneven: Boolean. Whether a mesh axis may split a dim of a variable
+            that it does not divide, such as a vocabulary of 50257 words over
+            4 devices. The last device then holds a smaller part. Defaults to
+            `False`: such a layout is an error.
+
     Raises:
         ValueError: if a mesh axis is unknown or appears twice.
     """
+
+    uneven = False
 
     def __init__(self, axes, device_mesh=None):
         super().__init__(_checked_axes(axes), device_mesh)
@@ -42,6 +50,16 @@ class TensorLayout(keras_lib.TensorLayout):
             lib = backend.distribution_lib
             self._backend_layout = lib._to_backend_layout(self)
         return self._backend_layout
+
+    def stored_shape(self, shape):
+        """Returns a shape with each dim padded to a multiple of its parts.
+
+        It is `shape` itself unless the layout is an uneven one of this shape.
+        """
+        if not self.uneven or self.device_mesh is None:
+            return tuple(shape)
+        counts = [axis_size(self.device_mesh, axis) for axis in self.axes]
+        return tuple(-(-n // k) * k for n, k in zip(shape, counts))
 
     def _validate_axes(self):
         names = [name for axis in self._axes for name in axis_names(axis)]
@@ -111,6 +129,29 @@ def axis_size(device_mesh, axis):
     return math.prod(sizes[name] for name in axis_names(axis))
 
 
+def uneven_layout(axes, device_mesh, uneven=True):
+    """Returns a `TensorLayout` whose parts may have different sizes."""
+    layout = TensorLayout(axes, device_mesh)
+    layout.uneven = uneven
+    return layout
+
+
+def is_uneven(shape, layout):
+    """Returns whether a layout splits a shape into parts of different sizes."""
+    # Layouts of Keras have no such attribute.
+    return getattr(layout, "uneven", False) and (
+        layout.stored_shape(shape) != tuple(shape)
+    )
+
+
+def part_shape(shape, axes, device_mesh):
+    """Returns the shape of the largest part of a tensor on one device."""
+    return tuple(
+        -(-size // axis_size(device_mesh, axis))
+        for size, axis in zip(shape, axes)
+    )
+
+
 def split_largest_dim(axes, shape, axis, device_mesh):
     """Returns `axes` with a mesh axis for the largest whole dim it divides."""
     axes, count = list(axes), axis_size(device_mesh, axis)
@@ -140,13 +181,15 @@ def batch_replicated_if_uneven(layout, shape, batch_axis):
     return layout
 
 
-def check_layout(layout, shape, what):
+def check_layout(layout, shape, what, uneven=False):
     """Raises `ValueError` unless a layout fits a tensor of this shape.
 
     Args:
         layout: `TensorLayout` with a mesh.
         shape: Tuple of ints. While tracing, an unknown dim is not an int.
         what: String that names the tensor, such as `"variable 'up/kernel'"`.
+        uneven: Boolean. Whether a mesh axis may split a dim that it does not
+            divide. Defaults to `False`.
     """
     shape = tuple(shape)
     if len(layout.axes) != len(shape):
@@ -157,7 +200,7 @@ def check_layout(layout, shape, what):
         )
     for dim, (size, axis) in enumerate(zip(shape, layout.axes)):
         count = axis_size(layout.device_mesh, axis)
-        if isinstance(size, int) and size % count:
+        if isinstance(size, int) and size % count and not uneven:
             divisors = [n for n in range(1, size + 1) if size % n == 0]
             shown = ", ".join(str(n) for n in divisors[:12])
             below = size - size % count
@@ -166,8 +209,10 @@ def check_layout(layout, shape, what):
                 f"Dim {dim} of the {what} of shape {shape} has size {size}, "
                 f"which mesh axis {axis!r} of size {count} does not divide. "
                 f"Axis sizes that divide it: {shown}; sizes of the dim that "
-                f"would divide: {', '.join(near)}. Change either, or put None "
-                f"there to replicate it. Received: axes={layout.axes}"
+                f"would divide: {', '.join(near)}. Change either, put None "
+                "there to replicate it, or let the last device hold less of a "
+                "variable: a `TensorLayout` with `layout.uneven = True`. "
+                f"Received: axes={layout.axes}"
             )
 
 

@@ -86,3 +86,17 @@ def test_the_largest_dim_that_divides_is_split(mesh, axes, shape, expected):
 def test_bytes_as_text():
     sizes = {1000: "1000 B", 1536: "1.50 KiB", 2**40: "1024.00 GiB"}
     assert {n: tensor_layout.format_bytes(n) for n in sizes} == sizes
+
+
+def test_layouts_with_parts_of_different_sizes(mesh):
+    layout = tensor_layout.uneven_layout(("model", None), mesh)
+    assert layout.stored_shape((10, 4)) == (12, 4)
+    assert tensor_layout.is_uneven((10, 4), layout)
+    assert tensor_layout.part_shape((10, 4), layout.axes, mesh) == (4, 4)
+    assert not tensor_layout.is_uneven((9, 4), layout)
+    even = dist.TensorLayout(("model", None), mesh)
+    assert even.stored_shape((10, 4)) == (10, 4)
+    assert not tensor_layout.is_uneven((10, 4), even)
+    tensor_layout.check_layout(layout, (10, 4), "variable 'w'", uneven=True)
+    with pytest.raises(ValueError, match="size 10.*layout.uneven = True"):
+        tensor_layout.check_layout(layout, (10, 4), "tensor")

@@ -21,10 +21,10 @@ from keras_tp.distribution.planning import planner
 from keras_tp.distribution.planning.model_inputs import NoPlanError
 from keras_tp.distribution.sharding_plan import ShardingPlan
 from keras_tp.distribution.sharding_plan import plan_sharding
-from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import axis_size
 from keras_tp.distribution.tensor_layout import format_bytes
 from keras_tp.distribution.tensor_layout import split_largest_dim
+from keras_tp.distribution.tensor_layout import uneven_layout
 
 
 class TensorParallel(ModelParallel):
@@ -123,7 +123,8 @@ class TensorParallel(ModelParallel):
             axes = self._axes_of_quantized(variable)
             if axes is None:
                 return super().get_variable_layout(variable)
-            return TensorLayout(axes, self.device_mesh)
+            layout = uneven_layout(axes, self.device_mesh)
+            return self._even(layout, variable)
         if not _is_weight(variable):
             return self._replicated(shape)
         axes = self._axes_of(variable)
@@ -135,7 +136,7 @@ class TensorParallel(ModelParallel):
                 return layout
             variable._awaits_plan = True
             axes = _largest_dim_split(shape, self.device_mesh)
-        return TensorLayout(axes, self.device_mesh)
+        return uneven_layout(axes, self.device_mesh)
 
     def _check_shape(self, variable):
         """Raises `ValueError` if the plan is for a model of other sizes."""

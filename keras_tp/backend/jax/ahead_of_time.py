@@ -18,6 +18,7 @@ from jax.experimental import topologies
 from keras.src import tree
 
 from keras_tp.backend.jax import batches
+from keras_tp.backend.jax import padding
 from keras_tp.backend.jax import schedule
 
 # XLA's description of the device, as in its `specs/h100_sxm.txtpb`. The
@@ -180,7 +181,9 @@ def compile_step(model, layouts, x, y, distribution):
     def abstract(variable):
         layout = variable._layout = layouts(variable)
         return jax.ShapeDtypeStruct(
-            variable.shape, variable._dtype, sharding=layout.backend_layout
+            padding.shape_in(variable, layout),
+            variable._dtype,
+            sharding=layout.backend_layout,
         )
 
     def placed(tensor):

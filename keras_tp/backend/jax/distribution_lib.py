@@ -19,6 +19,7 @@ from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import batches
 from keras_tp.backend.jax import collective_counter
 from keras_tp.backend.jax import hooks
+from keras_tp.backend.jax import padding
 from keras_tp.backend.jax import processes
 from keras_tp.backend.processes import commands
 from keras_tp.backend.processes import supervisor
@@ -143,6 +144,14 @@ def is_tracing():
     return not core.trace_state_clean()
 
 
+def splits_unevenly():
+    """Returns whether a dim may be split that a mesh axis does not divide.
+
+    JAX stores such a dim with padding.
+    """
+    return True
+
+
 def distribute_tensor(tensor, layout):
     """Changes the layout of a tensor, eagerly or while tracing.
 
@@ -191,7 +200,9 @@ def relayout_variable(variable, layout):
     value = variable._value
     if layout is None:
         # Through the host: a plain array must not be committed to a device.
-        moved = jax.numpy.asarray(np.asarray(value))
+        moved = jax.numpy.asarray(np.asarray(variable.value))
+    elif padding.is_stored(variable, layout):
+        moved = padding.moved(variable, layout)
     else:
         moved = arrays.place(value, layout.backend_layout)
     moved.block_until_ready()

@@ -10,6 +10,7 @@ from keras_tp.backend.hooks import around
 from keras_tp.backend.hooks import methods_row
 from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import batches
+from keras_tp.backend.jax import padding
 from keras_tp.backend.jax import pooling
 from keras_tp.backend.jax import processes
 from keras_tp.backend.jax import programs
@@ -47,6 +48,8 @@ class _Trainer:
     """Methods of `JAXTrainer`."""
 
     _make_function = programs.make_function
+    _get_jax_state = padding.as_stored
+    _get_state_sharding_spec = padding.as_stored
     predict_on_batch = batches.predict_on_batch
 
     def _symbolic_build(original, self, iterator=None, data_batch=None):
@@ -131,6 +134,23 @@ TABLE = [
         "_get_fastpath_data",
         programs.hook_fast_path,
         "programs with collectives on CPUs run one after the other",
+    ),
+    Hook(
+        "keras.src.backend.common.stateless_scope:StatelessScope",
+        "__init__",
+        padding.hook_scope,
+        "the state of a step has dims with padding",
+    ),
+    methods_row(
+        f"{_KERAS}.core:JaxVariable",
+        padding.Variable,
+        "a dim that the devices do not divide is stored with padding",
+    ),
+    Hook(
+        f"{_KERAS}.optimizer:JaxOptimizer",
+        "_backend_apply_gradients",
+        padding.hook_apply_gradients,
+        "a dim that the devices do not divide is cut in gradients too",
     ),
     *callbacks.table(),
     *one_writer.table(arrays.is_distributed),

@@ -104,6 +104,14 @@ def is_tracing():
     return not tf.executing_eagerly()
 
 
+def splits_unevenly():
+    """Returns whether a dim may be split that a mesh axis does not divide.
+
+    All parts of a DTensor of TensorFlow have one size.
+    """
+    return False
+
+
 def distribute_tensor(tensor, layout):
     """Changes the layout of a tensor, eagerly or while tracing.
 

@@ -89,6 +89,14 @@ def is_tracing():
     return torch.compiler.is_compiling()
 
 
+def splits_unevenly():
+    """Returns whether a dim may be split that a mesh axis does not divide.
+
+    The shards of a DTensor may differ in size.
+    """
+    return True
+
+
 def distribute_tensor(tensor, layout):
     """Changes the layout of a tensor; a plain one is equal in all processes."""
     placed = placement.as_placement(layout)

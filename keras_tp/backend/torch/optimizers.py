@@ -101,7 +101,7 @@ def _as_parts(variables, placements):
         for variable, value, placed in zip(variables, values, placements):
             if placed is not None and tuple(placed) != tuple(value.placements):
                 updated = local_tensors.wrap_parts(
-                    variable._value, value.device_mesh, placed
+                    variable._value, value.device_mesh, placed, value.shape
                 ).redistribute(placements=value.placements)
                 value._local_tensor.copy_(updated._local_tensor)
     finally:

@@ -5,6 +5,15 @@ import collections
 from keras_tp.distribution.planning.rules import Dims
 from keras_tp.distribution.planning.rules_math import IN_ATTENTION
 
+# A dim that the devices do not divide is split if the parts are at least this
+# large, so that the smaller part of the last device costs little.
+LEAST_PART = 64
+
+
+def may_be_uneven(size, count):
+    """Returns whether a dim is split that the devices do not divide."""
+    return size >= max(LEAST_PART, count) * count
+
 
 class Classes:
     """Groups the dims of a graph into classes that are split together.
@@ -12,11 +21,15 @@ class Classes:
     Args:
         graph: `Graph`.
         count: Int, number of devices along the axis that splits variables.
+        uneven: Boolean. Whether a large dim may be split that `count` does not
+            divide. Defaults to `True`.
 
     Attributes:
         dims: `Dims` of the graph.
         by_path: Dict of path to the `Value` of the variable, the first if
             several variables have this path.
+        uneven: Set of the classes whose dims `count` does not divide, and
+            which may be split nevertheless.
         members: Dict of class to a list of `(path, dim, blocks)`, the dims of
             variables that are split with it.
         frozen: Dict of path to the reason why no dim of the variable is split:
@@ -27,7 +40,8 @@ class Classes:
         is_paired: Set of the classes that an operation sums over.
     """
 
-    def __init__(self, graph, count):
+    def __init__(self, graph, count, uneven=True):
+        self._may_be_uneven = uneven
         self.graph = graph
         self.count = count
         self.dims = Dims(graph)
@@ -100,13 +114,43 @@ class Classes:
         for node, size in self.composite.items():
             coarse[dims.find(node)].add(size)
         self.coarse = coarse
+        sizes = collections.defaultdict(set)
         for value in self.graph.values:
             for i, size in enumerate(value.shape):
-                if size > 1 and size % self.count:
-                    root = dims.find((value.index, i))
-                    if root not in barred and size not in coarse.get(root, ()):
-                        barred[root] = self._does_not_divide(size)
+                if size > 1:
+                    sizes[dims.find((value.index, i))].add(size)
+        aligned = self._find_aligned()
+        self.uneven = set()
+        for root, found in sizes.items():
+            if root in barred:
+                continue
+            odd = sorted(size for size in found if size % self.count)
+            is_large = odd and may_be_uneven(odd[0], self.count)
+            if is_large and len(found) == 1 and root not in aligned:
+                if self._may_be_uneven:
+                    self.uneven.add(root)
+                    continue
+                barred[root] = self._does_not_divide(odd[0]) + (
+                    "; this backend has no parts of different sizes"
+                )
+            for size in odd:
+                if size not in coarse.get(root, ()):
+                    barred.setdefault(root, self._does_not_divide(size))
         return barred
+
+    def _find_aligned(self):
+        """Returns the classes whose parts have to end where others do.
+
+        Such as dims that are reshaped, repeated, or consist of blocks.
+        """
+        dims = self.dims
+        nodes = [node for factors in dims.factors for node in factors]
+        nodes += [
+            node for fused, part, *_ in dims.blocks for node in (fused, part)
+        ]
+        nodes += [n for few, many in dims.repeats for n in (few, many.node)]
+        nodes += dims.heads
+        return {dims.find(node) for node in nodes}
 
     def _does_not_divide(self, size):
         sizes = [k for k in range(2, min(size, 64) + 1) if size % k == 0]
@@ -259,6 +303,7 @@ class Classes:
         node = (value.index, i)
         root, blocks = self.class_of(node)
         why = self._barred.get(self.dims.find(node)) or self._barred.get(root)
-        if why is None and value.shape[i] % (self.count * blocks):
+        is_odd = value.shape[i] % (self.count * blocks)
+        if why is None and is_odd and root not in self.uneven:
             why = self._does_not_divide(value.shape[i])
         return why or ""

@@ -5,6 +5,7 @@ import json
 import math
 
 from keras_tp.distribution.planning import cost
+from keras_tp.distribution.planning.dim_groups import may_be_uneven
 from keras_tp.distribution.planning.plan_rows import PlannedReduction
 from keras_tp.distribution.planning.plan_rows import PlannedVariable
 
@@ -219,7 +220,8 @@ def _check_variable(where, row, sizes):
         need(listed and known, "axes", f"of axes of the mesh, {list(sizes)}")
         names += listed
         count = math.prod(sizes[name] for name in listed)
-        need(size % count == 0, "axes", f"such that {size} divides by {count}")
+        fits = size % count == 0 or may_be_uneven(size, count)
+        need(fits, "axes", f"such that {size} divides by {count}")
     is_once = len(set(names)) == len(names)
     need(is_once, "axes", "without an axis that is there twice")
 

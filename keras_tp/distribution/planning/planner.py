@@ -20,7 +20,9 @@ BATCH_AXES = ("batch", "data")
 MODEL_AXIS = "model"
 
 
-def plan_graph(graph, device_mesh, overrides=None, fully_shard=None):
+def plan_graph(
+    graph, device_mesh, overrides=None, fully_shard=None, uneven=True
+):
     """Returns the arguments of a `ShardingPlan`, except its mesh, as a dict.
 
     Args:
@@ -28,6 +30,8 @@ def plan_graph(graph, device_mesh, overrides=None, fully_shard=None):
         device_mesh: `DeviceMesh`.
         overrides: Dict, as `plan_sharding` takes it. Defaults to `None`.
         fully_shard: String, as `plan_sharding` takes it. Defaults to `None`.
+        uneven: Boolean. Whether the backend can split a large dim that the
+            devices do not divide. Defaults to `True`.
     """
     _check_fully_shard(fully_shard, device_mesh)
     axis = model_axis(device_mesh)
@@ -37,7 +41,7 @@ def plan_graph(graph, device_mesh, overrides=None, fully_shard=None):
         path: axes.index(axis) if axis in axes else None
         for path, axes in overridden.items()
     }
-    solution = solver.solve(graph, count, forced)
+    solution = solver.solve(graph, count, forced, uneven)
     variables, seen = [], set()
     for value in graph.in_order_of_use():
         if value.path in seen:

@@ -25,6 +25,8 @@ NOT_PREDICTED = (
     "; its heads are reshaped to two dims that the devices share, so backends "
     "gather tensors in attention, which the plan does not predict"
 )
+# Of a dim that the devices do not divide.
+UNEVEN = "; {} does not divide by {}, so the last device holds less"
 # Why a fused projection is whole, and how it could be split.
 IN_BLOCKS = "{} blocks in one dim, which no Keras layout can express"
 INSTEAD = "; give them a dim of their own, or let each head have its blocks"
@@ -84,7 +86,7 @@ class Solution:
         self.unknown = unknown
 
 
-def solve(graph, count, forced=None):
+def solve(graph, count, forced=None, uneven=True):
     """Chooses a split for every variable of a graph.
 
     Args:
@@ -92,18 +94,20 @@ def solve(graph, count, forced=None):
         count: Int, number of devices along the axis that splits variables.
         forced: Dict of path to the dim to split, or to `None` for a variable
             that stays whole. Defaults to `None`.
+        uneven: Boolean. Whether a large dim may be split that `count` does not
+            divide. Defaults to `True`.
 
     Returns:
         A `Solution`.
     """
-    return _Planner(graph, count, dict(forced or {})).solution()
+    return _Planner(graph, count, dict(forced or {}), uneven).solution()
 
 
 class _Planner(Classes):
     """Selects the classes to split, and makes a `Choice` per variable."""
 
-    def __init__(self, graph, count, forced):
-        super().__init__(graph, count)
+    def __init__(self, graph, count, forced, uneven):
+        super().__init__(graph, count, uneven)
         self.forced = forced
         self._kernels = {v.path: kernel for v, _, kernel in graph.derived}
         self._sources = {}
@@ -253,6 +257,8 @@ class _Planner(Classes):
             why = IN_BLOCKS.format(blocks) + INSTEAD * is_column
         elif dim is not None:
             why = self._why_split(value, dim)
+            if value.shape[dim] % self.count:
+                why += UNEVEN.format(value.shape[dim], self.count)
         elif path in self.forced:
             dim, why = self.forced[path], "override"
         elif self.count == 1:

@@ -36,6 +36,26 @@ def test_dims_that_do_not_divide_stay_whole(graph):
     assert any("7" in text for text in solution.choices["up/kernel"].obstacles)
 
 
+def test_a_large_dim_that_does_not_divide_is_split():
+    def traced(units):
+        inputs = keras.Input((7,))
+        x = layers.Dense(units, activation="relu", name="up")(inputs)
+        outputs = layers.Dense(7, name="down")(x)
+        return trace.trace(keras.Model(inputs, outputs))
+
+    # A part has at least 64 rows.
+    assert set(dims(solver.solve(traced(130), 3)).values()) == {None}
+    large = traced(193)
+    solution = solver.solve(large, 3)
+    assert dims(solution)["up/kernel"] == 1
+    assert dims(solution)["down/kernel"] == 0
+    assert "193 does not divide by 3" in solution.choices["up/kernel"].why
+    whole = solver.solve(large, 3, uneven=False)
+    assert set(dims(whole).values()) == {None}
+    (obstacle,) = whole.choices["up/bias"].obstacles
+    assert "no parts of different sizes" in obstacle
+
+
 def test_one_device_splits_nothing(graph):
     assert set(dims(solver.solve(graph, 1)).values()) == {None}
 

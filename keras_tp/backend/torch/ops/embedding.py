@@ -66,6 +66,7 @@ def _lookup(original, ids, table):
             )
         )
     )
+    ids_shape = ids.shape
     ids = local_tensors.local_part(ids, mesh, of_ids)
     if not isinstance(table, DTensor):
         table = placement.replicate(table, mesh)
@@ -83,8 +84,17 @@ def _lookup(original, ids, table):
         result = torch.where(held.unsqueeze(-1), result, 0)
     else:
         result = original(ids, local_table)
+    shape = (*ids_shape, table.shape[1])
+    whole = torch.empty(shape, device="meta")
     return placement.settled(
-        DTensor.from_local(result, mesh, of_result, run_check=False)
+        DTensor.from_local(
+            result,
+            mesh,
+            of_result,
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
     )
 
 

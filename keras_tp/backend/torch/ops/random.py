@@ -37,7 +37,8 @@ def native_dropout(op, args, kwargs):
     scale, mask = op(_plain_like(op, x).fill_(1), rate, train)
     scale, mask = _own_part(scale, x), _own_part(mask, x)
     kept = x._local_tensor * scale._local_tensor
-    return local_tensors.wrap_parts(kept, x.device_mesh, x.placements), mask
+    kept = local_tensors.wrap_parts(kept, x.device_mesh, x.placements, x.shape)
+    return kept, mask
 
 
 def _plain_like(op, tensor):
@@ -60,4 +61,5 @@ def _own_part(drawn, like):
         local_tensors.local_part(drawn, like.device_mesh, like.placements),
         like.device_mesh,
         like.placements,
+        like.shape,
     )

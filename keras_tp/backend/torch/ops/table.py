@@ -71,7 +71,11 @@ def along_dim(op, args, kwargs):
         for placed in x.placements
     ]
     results = op(local_tensors.local_part(x, mesh, placements), *rest, **kwargs)
+    sizes = list(x.shape)
+    if op is aten.topk.default:
+        sizes[dim : dim + 1] = [given["k"]] * (x.ndim > 0)
     if op is aten.unbind.int:
+        del sizes[dim]
         # The dims after the removed one move up.
         placements = [
             Shard(placed.dim - 1)
@@ -81,7 +85,9 @@ def along_dim(op, args, kwargs):
         ]
     return pytree.tree_map_only(
         torch.Tensor,
-        lambda result: local_tensors.wrap_parts(result, mesh, placements),
+        lambda result: local_tensors.wrap_parts(
+            result, mesh, placements, sizes
+        ),
         results,
     )
 
@@ -125,7 +131,9 @@ def pointwise(op, args, kwargs):
         ),
         (args, kwargs),
     )
-    return local_tensors.wrap_parts(op(*args, **kwargs), mesh, placements)
+    return local_tensors.wrap_parts(
+        op(*args, **kwargs), mesh, placements, first.shape
+    )
 
 
 def added_up(op, args, kwargs):
@@ -235,9 +243,11 @@ REPLICATED = {
 # Handler -> what it runs. Names without an overload have the default one.
 _OPERATIONS = {
     local_tensors.replicated: " ".join(REPLICATED.values()),
-    conv_attention.convolution: "convolution",
-    conv_attention.convolution_backward: "convolution_backward",
-    conv_attention.cpu_attention: (
+    local_tensors.even_only(conv_attention.convolution): "convolution",
+    local_tensors.even_only(
+        conv_attention.convolution_backward
+    ): "convolution_backward",
+    local_tensors.even_only(conv_attention.cpu_attention): (
         "_scaled_dot_product_flash_attention_for_cpu "
         "_scaled_dot_product_flash_attention_for_cpu_backward"
     ),

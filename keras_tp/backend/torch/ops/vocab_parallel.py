@@ -7,8 +7,6 @@ Megatron-LM, https://arxiv.org/abs/1909.08053, section 3). These handlers run
 below autograd.
 """
 
-import math
-
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial
@@ -27,26 +25,36 @@ class _Split:
     """How a tensor with dims of classes is split.
 
     Args:
-        tensor: DTensor. Dims that are split unevenly are computed whole.
+        tensor: DTensor. A dim with an empty shard is computed whole.
         *dims: Ints, the dims of the classes.
     """
 
     def __init__(self, tensor, *dims):
         self.mesh = tensor.device_mesh
         self.dims = [dim % max(tensor.ndim, 1) for dim in dims]
+        self.shape = tuple(tensor.shape)
+        self.counts = [1] * tensor.ndim
+        for size, placed in zip(self.mesh.shape, tensor.placements):
+            if placed.is_shard():
+                self.counts[placed.dim] *= size
         self.placements = [
             placed
-            if placed.is_shard()
-            and not tensor.shape[placed.dim]
-            % math.prod(
-                size
-                for size, other in zip(self.mesh.shape, tensor.placements)
-                if other == placed
-            )
+            if placed.is_shard() and self._has_all_parts(placed.dim)
             else Replicate()
             for placed in tensor.placements
         ]
         self.over_classes = any(map(self._splits_classes, self.placements))
+
+    def _has_all_parts(self, dim):
+        size, count = self.shape[dim], self.counts[dim]
+        return size > -(-size // count) * (count - 1)
+
+    def _shape_with(self, size):
+        """Returns the shape with this size of the classes' dims."""
+        return tuple(
+            size if dim in self.dims else own
+            for dim, own in enumerate(self.shape)
+        )
 
     def _splits_classes(self, placed):
         return placed.is_shard() and placed.dim in self.dims
@@ -64,7 +72,9 @@ class _Split:
 
     def whole(self, local):
         """Returns the DTensor of a shard."""
-        return local_tensors.wrap_parts(local, self.mesh, self.placements)
+        return local_tensors.wrap_parts(
+            local, self.mesh, self.placements, self.shape
+        )
 
     def reduced(self, local, kind):
         """Returns a local result reduced over all classes, by an all-reduce.
@@ -78,14 +88,15 @@ class _Split:
             for p in self.placements
         ]
         return local_tensors.settled_parts(
-            local, self.mesh, placements
+            local, self.mesh, placements, self._shape_with(1)
         )._local_tensor
 
     def gathered(self, local):
         """Returns all processes' results, joined along the classes' dim."""
-        whole = self.whole(local).redistribute(
-            placements=self.placements_of_result(keepdim=True)
-        )
+        joined = self._shape_with(self.counts[self.dims[0]])
+        whole = local_tensors.wrap_parts(
+            local, self.mesh, self.placements, joined
+        ).redistribute(placements=self.placements_of_result(keepdim=True))
         return whole._local_tensor
 
     def placements_of_result(self, keepdim=False):
@@ -101,10 +112,12 @@ class _Split:
 
     def result(self, local, keepdim=False):
         """Returns the DTensor of a result in which the classes have size 1."""
+        shape = self._shape_with(1)
         if not keepdim:
             local = local.squeeze(self.dims)
+            shape = [n for i, n in enumerate(shape) if i not in self.dims]
         return local_tensors.wrap_parts(
-            local, self.mesh, self.placements_of_result(keepdim)
+            local, self.mesh, self.placements_of_result(keepdim), shape
         )
 
 
