@@ -136,6 +136,33 @@ def transpose(original, a, perm=None, conjugate=False, name="transpose"):
     return transposed_with_gradient(tf.convert_to_tensor(a))
 
 
+def steps_first(x):
+    """Swaps samples and steps, the first two dims, as recurrent layers do.
+
+    The gradient is put together from its steps: a transpose of DTensor can
+    neither split nor gather a dim, as the gradients of a cell may need.
+    """
+    x = tf.convert_to_tensor(x)
+    steps = x.shape[1]
+    if steps is None or not x.dtype.is_floating:
+        return samples_first(x)
+
+    @placement.custom_gradient
+    def swapped(x):
+        def gradient(dy):
+            rows = [tf.expand_dims(dy[i], 1) for i in range(steps)]
+            return tf.concat(rows, 1)
+
+        return samples_first(x), gradient
+
+    return swapped(x)
+
+
+def samples_first(x):
+    """Swaps the first two dims."""
+    return tf.transpose(x, [1, 0, *range(2, len(x.shape))])
+
+
 def _is_of_samples(x):
     return (
         placement.batch_axis() is not None

@@ -9,6 +9,7 @@ stay whole or are refused.
 import functools
 
 import tensorflow as tf
+from keras import tree
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.hooks import Hook
@@ -109,10 +110,19 @@ def scatter_nd(original, indices, updates, shape, name=None):
 def rnn(original, *args, **kwargs):
     """Unrolls the loop: DTensor has no expansion of its tensor lists."""
     names = ("step_function", "inputs", "initial_states", "go_backwards")
-    names += ("mask", "constants", "unroll")
+    names += ("mask", "constants", "unroll", "input_length", "time_major")
     kwargs.update(zip(names, args))
     kwargs["unroll"] = True
-    return original(**kwargs)
+    if kwargs.get("time_major"):
+        return original(**kwargs)
+    kwargs["time_major"] = True
+    kwargs["inputs"] = tree.map_structure(
+        shape_ops.steps_first, kwargs["inputs"]
+    )
+    if kwargs.get("mask") is not None:
+        kwargs["mask"] = shape_ops.steps_first(kwargs["mask"])
+    last, outputs, states = original(**kwargs)
+    return last, tree.map_structure(shape_ops.samples_first, outputs), states
 
 
 def decline(original, *args, **kwargs):
