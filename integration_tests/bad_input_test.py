@@ -404,7 +404,7 @@ def test_arguments_of_a_mesh(arguments, text):
 
 def test_mesh_of_a_model_parallel_is_that_of_its_map():
     layout_map = dist.LayoutMap(mesh())
-    with pytest.raises(ValueError, match="is that of its LayoutMap"):
+    with pytest.raises(ValueError, match="uses the mesh of its LayoutMap"):
         dist.ModelParallel(layout_map=layout_map, device_mesh=mesh((2, 1)))
     with pytest.raises(TypeError, match="layuot"):
         dist.ModelParallel(layout_map=layout_map, layuot=1)
@@ -463,9 +463,11 @@ def test_what_is_no_distribution_is_refused_at_once(way):
 def test_what_is_no_model_is_refused_at_once():
     split = dist.TensorParallel(named_mesh((1, 2), "cpu"))
     for value in (mlp, split, None, "model.keras", keras.Model):
-        with pytest.raises(ValueError, match="takes a Keras model.*Received"):
+        with pytest.raises(ValueError, match="existing Keras model.*Received"):
             dist.distribute_model(value, dist.DataParallel(devices=["cpu:0"]))
-        with pytest.raises(ValueError, match="takes a model.*Received"):
+        with pytest.raises(
+            ValueError, match="existing `keras.Model`.*Received"
+        ):
             keras_tp.TensorParallelKeras(value)
     x = np.zeros((4, 6), "float32")
     for value in (mlp(), "build"):
@@ -635,7 +637,7 @@ def test_one_device_for_each_way_that_found_it(monkeypatch):
         dist.set_distribution(None)
         monkeypatch.setattr(device_mesh, "_said_alone", [])
         (message,) = caught(way)
-        assert "There is one device here, 'cpu:0'" in message
+        assert "There is only one device here, 'cpu:0'" in message
         assert caught(way) == []
     dist.set_distribution(None)
     monkeypatch.setattr(device_mesh, "_said_alone", [])

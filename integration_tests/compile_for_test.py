@@ -153,7 +153,7 @@ def test_a_missing_compiler_is_named(monkeypatch):
         ({"count": 12, "target": "v5e"}, "power of two"),
         ({"count": 20}, "nodes of 8"),
         ({"model_or_build_fn": 3}, "takes a Keras model"),
-        ({"depth": 4, "compiled_depths": (2, 2)}, "two rising"),
+        ({"depth": 4, "compiled_depths": (2, 2)}, "two increasing"),
         ({"distribution": 5}, "must be a distribution"),
     ],
 )

@@ -82,7 +82,7 @@ def test_one_device_is_said_once_unless_it_is_asked_for():
         np.testing.assert_allclose(losses, found["plain"][0], rtol=1e-5)
     said = {name: messages for name, (_, messages) in found.items()}
     (message,) = said.pop("all")
-    assert "There is one device here, 'cpu:0', so nothing is split" in message
+    assert "only one device here, 'cpu:0', so nothing is split" in message
     assert "keras_tp.launch --devices 2 script.py" in message
     assert not any(said.values()), said
 

@@ -37,7 +37,7 @@ _REFUSED = {
         "not split one."
     ),
     "fallback": (
-        "There is no fallback: devices that do not exist are not simulated."
+        "There is no fallback: keras_tp does not simulate missing devices."
     ),
 }
 
@@ -116,8 +116,8 @@ class TensorParallelKeras(metaclass=_IsSharded):
     ):
         if not isinstance(model, keras.Model):
             raise ValueError(
-                "`TensorParallelKeras` takes a model that exists, a "
-                "`keras.Model`. To shard a model as it is built, set a "
+                "`TensorParallelKeras` takes an existing `keras.Model`. To "
+                "shard a model while it is built, set a "
                 "`keras_tp.distribution.TensorParallel`. Received: "
                 f"model={model} (of type {type(model)})"
             )
@@ -182,7 +182,7 @@ def _check_backend(name):
     if name not in choices:
         raise ValueError(
             f"{_REFUSED.get(str(name), 'This backend is unknown.')} Set "
-            '`distributed_backend` to "auto", or to what runs here, '
+            '`distributed_backend` to "auto", or to the backend of this run, '
             f"{keras.config.backend()!r}. Known: {choices}. Received: "
             f"distributed_backend={name!r}"
         )
@@ -205,7 +205,7 @@ def _resolve_devices(world_size, device_ids):
     ):
         raise ValueError(
             "`world_size` must be the number of devices, an int of 1 or more, "
-            f"or None for all there are. Received: world_size={world_size!r}"
+            f"or None for all devices. Received: world_size={world_size!r}"
         )
     if device_ids is None:
         available = distribution_lib.list_devices()
@@ -246,9 +246,9 @@ def _check_library(name, devices):
     runs = backend.distribution_lib.collective_library(device_type)
     if runs != name:
         raise ValueError(
-            f"distributed_backend={name!r} moves tensors of "
-            f"{_LIBRARIES[name]}, and the process group of this run moves "
-            f'those of {devices} with {runs!r}. Set `distributed_backend="'
-            f'{runs}"` or "auto", or start the process group with {name!r} '
-            f"before. Received: distributed_backend={name!r}"
+            f"distributed_backend={name!r} communicates between "
+            f"{_LIBRARIES[name]}, but the process group of this run uses "
+            f'{runs!r} for {devices}. Set `distributed_backend="{runs}"` or '
+            f'"auto", or start the process group with {name!r} before. '
+            f"Received: distributed_backend={name!r}"
         )

@@ -316,7 +316,7 @@ ALIAS = {"torch": "pytorch"}.get(OWN, OWN)
         ({"distributed_backend": "mpi"}, ["unknown", "'auto'", "'mpi'"]),
         ({"distributed_backend": None}, ["unknown", "=None"]),
         ({"distributed_backend": "horovod"}, ["Horovod", '"auto"', OWN]),
-        ({"distributed_backend": "fallback"}, ["not simulated", '"auto"']),
+        ({"distributed_backend": "fallback"}, ["does not simulate", '"auto"']),
         (
             {"distributed_backend": OTHER},
             [f"KERAS_BACKEND={OTHER}", f"keras.config.backend()={OWN!r}"],

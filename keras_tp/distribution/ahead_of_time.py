@@ -151,11 +151,11 @@ def compile_for(
             )
             if not figures["flops"]:
                 raise ValueError(
-                    f"With {layers} layers already, the compiler finds that "
-                    f"the step needs {format_bytes(figures['memory']['peak'])} "
-                    f"of {format_bytes(limit)} on each device: there is no "
-                    "program to report. Use more devices, or a smaller batch. "
-                    f"Received: compiled_depths={compiled_depths}"
+                    f"A step with only {layers} layers needs "
+                    f"{format_bytes(figures['memory']['peak'])} of "
+                    f"{format_bytes(limit)} on each device, so the compiler "
+                    "makes no program to report. Use more devices or a smaller "
+                    f"batch. Received: compiled_depths={compiled_depths}"
                 )
             compiled[layers] = figures
     return CompileReport(
@@ -256,8 +256,9 @@ class _Job:
         args, kwargs = tree.map_structure(self.tensor, spec)
         if kwargs or len(args) != 1:
             raise ValueError(
-                "`fit` passes one argument to a model, its inputs. Received: "
-                f"a model that takes {len(args)} and {list(kwargs)}"
+                "`fit` passes one argument to a model, its inputs. Received: a "
+                f"model with {len(args)} positional arguments and the keyword "
+                f"arguments {list(kwargs)}"
             )
         return args[0]
 
@@ -300,10 +301,10 @@ def _backend():
     name = keras.config.backend()
     if name != "jax":
         raise ValueError(
-            "`compile_for` works on the Keras backend 'jax' only: XLA compiles "
-            "for accelerators that are not there. Set the environment variable "
-            "KERAS_BACKEND=jax before Keras is imported. Received: "
-            f"keras.config.backend()={name!r}"
+            "`compile_for` supports the Keras backend 'jax' only, because it "
+            "uses XLA to compile for accelerators that this machine does not "
+            "have. Set the environment variable KERAS_BACKEND=jax before Keras "
+            f"is imported. Received: keras.config.backend()={name!r}"
         )
     return backend.load("ahead_of_time")
 
@@ -357,7 +358,7 @@ def _check_depth(build_fn, depth, compiled_depths):
     low, high = compiled_depths
     if not 0 < low < high:
         raise ValueError(
-            "`compiled_depths` must be two rising numbers of layers. "
+            "`compiled_depths` must be two increasing numbers of layers. "
             f"Received: compiled_depths={compiled_depths}"
         )
 

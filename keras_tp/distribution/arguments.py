@@ -65,7 +65,7 @@ def check_model(value, function):
     """Raises `ValueError` unless a value is a Keras model or layer."""
     if not isinstance(value, Layer):
         raise ValueError(
-            f"`{function}` takes a Keras model that exists. Received: "
+            f"`{function}` takes an existing Keras model. Received: "
             f"model={value!r} (of type {type(value)})"
         )
 
@@ -91,8 +91,8 @@ def _instead_of(value):
         return "Write `distribution.device_mesh`. "
     if isinstance(value, Layer):
         return (
-            "Write `distribute_model(model, TensorParallel())` for a model "
-            "that exists. "
+            "Write `distribute_model(model, TensorParallel())` for an existing "
+            "model. "
         )
     if isinstance(value, int) and not isinstance(value, bool):
         return (

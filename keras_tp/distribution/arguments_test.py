@@ -65,5 +65,7 @@ def test_layout_maps(value, message):
 
 def test_models():
     arguments.check_model(keras.layers.Dense(1), "distribute_model")
-    with pytest.raises(ValueError, match="`distribute_model` takes a Keras"):
+    with pytest.raises(
+        ValueError, match="`distribute_model` takes an existing"
+    ):
         arguments.check_model(keras.Sequential, "distribute_model")

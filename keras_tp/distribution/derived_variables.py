@@ -114,22 +114,22 @@ def layout_for(variable, named=None):
     axes, obstacles = _follow(source, dims, shape)
     if replaced is not None and not obstacles:
         obstacles = [
-            f"dim {i} is inside of rows or columns of several dims"
+            f"dim {i} is an inner dim of the rows or columns"
             for i, axis in enumerate(source.layout.axes)
             if axis is not None and i not in dims
         ]
     why = "; ".join(obstacles)
     if obstacles:
         warnings.warn(
-            f"Variable {variable.path!r} of shape {shape} cannot be split as "
-            f"{source.path!r} of shape {source.shape} is, so each device holds "
-            f"it whole: {why}.",
+            f"Variable {variable.path!r} of shape {shape} cannot be split like "
+            f"{source.path!r} of shape {source.shape}, so each device holds it "
+            f"whole: {why}.",
             stacklevel=2,
         )
     elif any(source.layout.axes):
-        why = f"no dim of it is one that {source.path!r} is split along"
+        why = f"none of its dims is a split dim of {source.path!r}"
     else:
-        why = f"{source.path!r} is whole"
+        why = f"{source.path!r} is replicated"
     variable._origin = variable._origin._replace(follows=why)
     layout = source.layout
     uneven = getattr(layout, "uneven", False)
@@ -172,9 +172,8 @@ def _follow(source, dims, shape):
             axes[i] = axis
         else:
             obstacles.append(
-                f"{shape[i]} along dim {i}, which holds the "
-                f"{source.shape[dim]} of dim {dim} in pairs, do not divide by "
-                f"{count}"
+                f"dim {i} holds the {source.shape[dim]} values of dim {dim} in "
+                f"pairs, and its size {shape[i]} does not divide by {count}"
             )
     return axes, obstacles
 
@@ -182,7 +181,7 @@ def _follow(source, dims, shape):
 def _dims_of_kernel(layer, mode, old, new):
     """Returns the dims of a kernel of shape `old` in its quantized form."""
     if mode not in _MODES:
-        return f"the form that {mode!r} gives a kernel is not known"
+        return f"the shape of a kernel in mode {mode!r} is not known"
     # int4 packs a dim of a matrix: two values in a byte.
     is_packed = len(old) == len(new) and not isinstance(layer, EinsumDense)
     if is_packed or old == new:
@@ -205,7 +204,7 @@ def _dims_of_follower(layer, mode, name, shape):
     if kernel is None:
         return None, None
     if mode not in _MODES:
-        return kernel, f"what {mode!r} adds is not known"
+        return kernel, f"the variables of mode {mode!r} are not known"
     ndim = len(kernel.shape)
     if name.endswith(("_a", "_b")):
         return kernel, _dims_of_lora(layer, mode, name, ndim)

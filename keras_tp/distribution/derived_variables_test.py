@@ -83,7 +83,7 @@ def test_what_cannot_follow_is_whole_and_said():
     follow = derived_variables._follow
     assert follow(source, [0, 1], (6, 3)) == ([None, "model"], [])
     found, (why,) = follow(source, [0, 1], (6, 4))
-    assert found == [None, None] and "do not divide by 3" in why
+    assert found == [None, None] and "does not divide by 3" in why
     assert follow(source, "why not", (6,)) == ([None], ["why not"])
 
 
@@ -103,7 +103,7 @@ def test_modes_and_variables_that_are_not_known():
     assert dims("g_idx") == [0]
     assert dims("embeddings_scale") is None
     assert dims("kernel") is None and dims("inputs_scale") is None
-    assert "'gptq' adds is not known" in dims("kernel_scale", "gptq")
+    assert "mode 'gptq' are not known" in dims("kernel_scale", "gptq")
 
 
 def test_nothing_is_said_where_no_kernel_is_split(scope):

@@ -117,8 +117,8 @@ def say_if_alone(device_mesh):
     _said_alone.append(device_mesh)
     device = str(device_mesh.devices.flatten()[0])
     warnings.warn(
-        f"There is one device here, {device!r}, so nothing is split. "
-        f"{_way_out(2)}If one device is meant, list it, and this is not said: "
+        f"There is only one device here, {device!r}, so nothing is split. "
+        f"{_way_out(2)}To use one device without this warning, list it: "
         f"`DeviceMesh({tuple(device_mesh.shape)}, "
         f"{list(device_mesh.axis_names)}, [{device!r}])`.",
         stacklevel=6,
@@ -145,9 +145,9 @@ def warn_if_unsplit(device_mesh, axes):
         names, shape = ["model"], [count]
     warnings.warn(
         f"Each of the {count} devices holds every variable whole: {why}. To "
-        f"split them, write `DeviceMesh({tuple(shape)}, {names})`. If only the "
-        "batch is to be split, `DataParallel()` does that, and this is not "
-        f"said. Received: device_mesh={device_mesh}",
+        f"split them, write `DeviceMesh({tuple(shape)}, {names})`. To split "
+        "only the batch, use `DataParallel()`, which does not give this "
+        f"warning. Received: device_mesh={device_mesh}",
         stacklevel=4,
     )
 
@@ -171,8 +171,8 @@ def _check_devices(devices, is_asked):
         else:
             found = (
                 f"There are no devices of type {kind!r} here, only "
-                f"{backend.distribution_lib.list_devices()}. A mesh of others "
-                "is for plans; nothing can be placed on it. "
+                f"{backend.distribution_lib.list_devices()}. A mesh of other "
+                "devices is for plans only; no tensor can be placed on it. "
             )
         raise ValueError(
             f"Unknown device {name!r}. {found}Received: devices={names}"

@@ -33,7 +33,7 @@ def test_devices_of_another_machine_are_looked_up_when_they_are_used():
     for _ in range(2):
         with pytest.raises(ValueError, match="only .'cpu:0'"):
             device_mesh.check_devices_of(mesh)
-    with pytest.raises(ValueError, match="A mesh of others is for plans"):
+    with pytest.raises(ValueError, match="other devices is for plans only"):
         _ = mesh.backend_mesh
 
 

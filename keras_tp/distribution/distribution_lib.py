@@ -272,8 +272,8 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
         arguments.check_layout_map(layout_map)
         if device_mesh not in (None, layout_map.device_mesh):
             raise ValueError(
-                "The mesh of a ModelParallel is that of its LayoutMap. "
-                f"Received: device_mesh={device_mesh}, and a LayoutMap on "
+                "A ModelParallel uses the mesh of its LayoutMap. Received: "
+                f"device_mesh={device_mesh}, and a LayoutMap on "
                 f"{layout_map.device_mesh}"
             )
         if batch_dim_name is not None:
@@ -314,9 +314,9 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
             for size, axis in zip(shape, layout.axes)
         ]
         warnings.warn(
-            f"Variable {variable.path!r} of shape {shape} does not divide as "
-            f"its layout {layout.axes} asks, and this backend has no parts of "
-            f"different sizes: its layout is {tuple(axes)}.",
+            f"Layout {layout.axes} does not divide variable {variable.path!r} "
+            f"of shape {shape}, and this backend has no parts of different "
+            f"sizes. The layout becomes {tuple(axes)}.",
             stacklevel=2,
         )
         return TensorLayout(axes, self.device_mesh)
@@ -434,12 +434,12 @@ TABLE = [
         "keras.src.backend.common.global_state",
         "set_global_attribute",
         _hook_set_global_attribute,
-        "what is no distribution is refused when it is set",
+        "only a distribution can be set",
     ),
     hooks.Hook(
         "keras.src.distribution.distribution_lib",
         "distribute_tensor",
         lambda original: distribute_tensor,
-        "the layout of a layer's output is checked, and fits a last batch",
+        "the layout of a layer's output is checked, and fits any last batch",
     ),
 ]

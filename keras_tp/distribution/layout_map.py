@@ -86,8 +86,8 @@ class LayoutMap(keras_lib.LayoutMap):
             re.compile(key)
         except (re.error, TypeError) as e:
             raise ValueError(
-                "A key of a LayoutMap must be a regular expression that "
-                f"matches paths, a string: {e}. Received: key={key!r}"
+                "A key of a LayoutMap must be a string, a regular expression "
+                f"that matches paths: {e}. Received: key={key!r}"
             ) from e
         value = as_layout(layout, f"layout_map[{key!r}]")
         try:
@@ -242,9 +242,10 @@ class LayoutReport:
         ]
         found += [
             f"The pattern {pattern!r} of the LayoutMap matches some paths of "
-            f"model {self.model_name!r} in full and {paths} only without the "
-            "name of their outermost model, which is probably not meant: "
-            "begin the pattern with '.*' or spell these paths out."
+            f"model {self.model_name!r} in full, but {paths} only without the "
+            "name of the outermost model. This is probably a mistake. Begin "
+            "the pattern with '.*' to match all of them, or give these paths "
+            "in full."
             for pattern, paths in self.ambiguous.items()
         ]
         mesh = self.layout_map.device_mesh
@@ -256,11 +257,11 @@ class LayoutReport:
             )
             more = f" and {len(large) - 5} more" if len(large) > 5 else ""
             found.append(
-                f"{len(large)} large variable(s) of model "
-                f"{self.model_name!r} match no pattern of the LayoutMap, so "
-                f"each device holds them whole: {rows}{more}. Add a pattern; "
-                "a layout of Nones, such as (None, None), says that this is "
-                "meant."
+                f"{len(large)} large variable(s) of model {self.model_name!r} "
+                "match no pattern of the LayoutMap, so each device holds them "
+                f"whole: {rows}{more}. Add a pattern. To replicate them "
+                "without this warning, give them a layout of Nones, such as "
+                "(None, None)."
             )
         return found
 

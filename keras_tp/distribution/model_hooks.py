@@ -204,7 +204,7 @@ TABLE = [
         "keras.src.backend:Variable",
         "value",
         _hook_value,
-        "a model is planned before a loop of the user's own uses it",
+        "a model is planned before a custom training loop uses it",
     ),
     Hook(
         _LAYER,
@@ -216,7 +216,7 @@ TABLE = [
         _LAYER,
         "stateless_call",
         _hook_call,
-        "so is a model whose state is handed in; its parts are not outermost",
+        "a stateless call of a model runs under its own distribution",
     ),
     *(
         Hook(
@@ -250,13 +250,13 @@ TABLE = [
         "keras.src.trainers.trainer:Trainer",
         "compile",
         _hook_compile,
-        "layouts that miss the model are reported before it is compiled",
+        "layouts that match no variable are reported by `compile`",
     ),
     Hook(
         _MODEL,
         "_symbolic_build",
         _hook_symbolic_build,
-        "what fit builds is checked and laid out",
+        "a model that `fit` builds is checked and gets its layouts",
     ),
     Hook(
         "keras.src.saving.saving_lib",
@@ -298,25 +298,25 @@ TABLE = [
         "keras.src.optimizers.base_optimizer:BaseOptimizer",
         "add_variable_from_reference",
         optimizer_slots.lay_out_slots,
-        "slots are split over the batch axis too where that is asked for",
+        "optimizer slots are split over the batch axis on request",
     ),
     Hook(
         "keras.src.optimizers.adafactor:Adafactor",
         "build",
         optimizer_slots.lay_out_factors,
-        "factored slots are split as their variable is",
+        "factored optimizer slots are split like their variable",
     ),
     Hook(
         _LAYER,
         "_check_quantize_args",
         _hook_before_quantizing,
-        "what replaces a kernel is split as that was",
+        "the variables that replace a kernel are split like the kernel",
     ),
     Hook(
         _LAYER,
         "add_weight",
         _hook_add_weight,
-        "what LoRA and quantization add is split as the kernel is",
+        "variables of LoRA and quantization are split like the kernel",
     ),
     Hook(
         "keras.src.random.seed_generator",

@@ -135,7 +135,7 @@ def check_picklable(build_fn):
     if isinstance(build_fn, keras.Layer) or not callable(build_fn):
         raise ValueError(
             "`build_fn` must be a function without arguments that returns a "
-            "compiled model. A model that exists can be saved and built by "
+            "compiled model. To verify an existing model, save it and pass "
             "`functools.partial(keras.models.load_model, path)`. Received: "
             f"build_fn={build_fn!r} (of type {type(build_fn)})"
         )
@@ -143,10 +143,10 @@ def check_picklable(build_fn):
         pickle.dumps(build_fn)
     except (pickle.PicklingError, AttributeError, TypeError) as e:
         raise ValueError(
-            "`build_fn` is called in a child process too, which imports it: "
-            "it must be defined at the top of a module. Give arguments with "
-            "`functools.partial`. A model that exists already can be saved "
-            "and built by `functools.partial(keras.models.load_model, path)`. "
+            "`build_fn` must be defined at the top of a module, because a "
+            "child process imports it. Pass its arguments with "
+            "`functools.partial`. To verify an existing model, save it and "
+            "pass `functools.partial(keras.models.load_model, path)`. "
             f"Received: build_fn={build_fn} ({e})"
         ) from e
 

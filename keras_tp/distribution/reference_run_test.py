@@ -19,7 +19,7 @@ def build():
     [
         (lambda: None, "defined at the top of a module"),
         (3, "must be a function without arguments"),
-        (layers.Dense(2), "A model that exists can be saved"),
+        (layers.Dense(2), "To verify an existing model, save it"),
     ],
     ids=["lambda", "number", "layer"],
 )

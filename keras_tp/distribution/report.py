@@ -254,4 +254,4 @@ def _why_replicated(variable, role, axes, distribution):
     pattern = find(variable.path, origin.root)
     if pattern is None:
         return "no pattern matches"
-    return f"the layout of {pattern!r} says so"
+    return f"the layout of {pattern!r} replicates it"

@@ -74,7 +74,7 @@ def test_why_a_variable_is_replicated():
     report = dist.describe(model)
     why = {row.path: row.why for row in report.rows}
     assert why["net/down/kernel"] == "no pattern matches"
-    assert why["net/up/bias"] == "the layout of '.*up/bias' says so"
+    assert why["net/up/bias"] == "the layout of '.*up/bias' replicates it"
     roles = {row.role: row.why for row in report.replicated}
     assert roles["metric"] == "metrics are replicated"
     assert roles["seed"] == "random state is replicated"

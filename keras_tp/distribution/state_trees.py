@@ -56,9 +56,10 @@ def _by_own_path(model, kind, values):
         return values
     if is_optimizer and len(values) > len(shapes):
         warnings.warn(
-            f"The optimizer has {len(shapes)} variables and the checkpoint "
-            f"{len(values)}: its state is not loaded. Build the optimizer "
-            "before: `model.optimizer.build(model.trainable_variables)`.",
+            f"The optimizer has {len(shapes)} variables and the checkpoint has "
+            f"{len(values)}, so the optimizer state is not loaded. Build the "
+            "optimizer before loading: "
+            "`model.optimizer.build(model.trainable_variables)`.",
             stacklevel=5,
         )
         return {}
@@ -84,13 +85,13 @@ def _by_own_path(model, kind, values):
         ]
         if wrong:
             raise ValueError(
-                f"The {kind} of the checkpoint are not those of model "
+                f"The {kind} of the checkpoint do not match model "
                 f"{model.name!r}: their paths differ by more than the name of "
                 "the model, or their shapes differ. Build the model that was "
                 "saved, and load its weights. Only in the checkpoint: "
                 f"{sorted(set(part) - set(own))[:5]}. Only in the model: "
-                f"{sorted(set(own) - set(part))[:5]}. Received: "
-                f"{len(part)} values for {len(own)} variables"
+                f"{sorted(set(own) - set(part))[:5]}. Received: {len(part)} "
+                f"values for {len(own)} variables"
             )
         found.update({mine: part[given] for mine, given in pairs.items()})
     return found

@@ -209,10 +209,10 @@ def check_layout(layout, shape, what, uneven=False):
                 f"Dim {dim} of the {what} of shape {shape} has size {size}, "
                 f"which mesh axis {axis!r} of size {count} does not divide. "
                 f"Axis sizes that divide it: {shown}; sizes of the dim that "
-                f"would divide: {', '.join(near)}. Change either, put None "
-                "there to replicate it, or let the last device hold less of a "
-                "variable: a `TensorLayout` with `layout.uneven = True`. "
-                f"Received: axes={layout.axes}"
+                f"would divide: {', '.join(near)}. Change one of the two, or "
+                "use None to replicate the dim. A variable can also have a "
+                "smaller part on the last device: set `layout.uneven = True` "
+                f"on a `TensorLayout`. Received: axes={layout.axes}"
             )
 
 

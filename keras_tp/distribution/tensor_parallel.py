@@ -150,9 +150,9 @@ class TensorParallel(ModelParallel):
             and "int8" not in (row.dtype, variable._dtype)
         ):
             raise ValueError(
-                "The plan was made for a model of other sizes: variable "
-                f"{variable.path!r} has shape {shape}, and {row.path!r} of "
-                f"the plan has {row.shape}. Plan this model: "
+                "The plan does not match the sizes of the model: variable "
+                f"{variable.path!r} has shape {shape}, but {row.path!r} has "
+                f"shape {row.shape} in the plan. Plan this model: "
                 "`plan_sharding(build_fn, device_mesh)`. Received: "
                 f"plan={self.plan!r}"
             )
@@ -226,8 +226,8 @@ class TensorParallel(ModelParallel):
         """Keeps the initial layouts of a model that cannot be planned."""
         message = (
             f"{error} Without a plan, each variable stays split along its "
-            "largest dim that divides: the numbers are right, and the "
-            "communication is not the least. Give a plan: "
+            "largest dim that divides. Results are correct, but communication "
+            "is not minimal. Pass a plan: "
             "`TensorParallel(plan=plan_sharding(build_fn, device_mesh, "
             "input_spec=...))`."
         )
@@ -285,8 +285,9 @@ class TensorParallel(ModelParallel):
         if large and self._strict:
             raise ValueError(
                 f"{len(large)} large variable(s) of model {model.name!r} are "
-                "not split. Name them in `overrides`, with a layout of Nones, "
-                f"if that is meant. Received: {'; '.join(large)}"
+                "not split. To replicate them without this warning, list them "
+                "in `overrides` with a layout of Nones. Received: "
+                f"{'; '.join(large)}"
             )
 
 
@@ -302,15 +303,14 @@ def _check_plan(plan, device_mesh, overrides):
         )
     if overrides:
         raise ValueError(
-            "Give the overrides to `plan_sharding`: a plan that is made "
-            f"already does not change. Received: overrides={overrides}"
+            "Pass `overrides` to `plan_sharding`: an existing plan does not "
+            f"change. Received: overrides={overrides}"
         )
     mesh = plan.device_mesh
     if device_mesh is not None and device_mesh is not mesh:
         raise ValueError(
-            "The mesh of a TensorParallel is that of its plan; leave "
-            f"`device_mesh` out. Received: device_mesh={device_mesh} and a "
-            f"plan for {mesh}"
+            "A TensorParallel uses the mesh of its plan: leave `device_mesh` "
+            f"out. Received: device_mesh={device_mesh} and a plan for {mesh}"
         )
 
 

@@ -221,7 +221,7 @@ def test_bad_arguments():
         TensorParallel(plan="plan")
     with pytest.raises(ValueError, match="leave `device_mesh` out"):
         TensorParallel(mesh(), plan=plan)
-    with pytest.raises(ValueError, match="overrides to `plan_sharding`"):
+    with pytest.raises(ValueError, match="`overrides` to `plan_sharding`"):
         TensorParallel(plan=plan, overrides={"up/kernel": (None, None)})
     with pytest.raises(ValueError, match="one of the mesh axes"):
         TensorParallel(mesh(), batch_dim_name="rows")

@@ -209,9 +209,9 @@ def _train_reference(*arguments):
         raise RuntimeError(
             "The child process that trains the model on one device ended with "
             f"exit code {result}; its error is printed above. If it ran your "
-            'script again, put what the script does below `if __name__ == "'
-            '__main__":`; if it did not find `build_fn`, move that into a '
-            f"module that can be imported. Received: build_fn={arguments[0]}"
+            "script again, move the script's code below `if __name__ == "
+            '"__main__":`; if it did not find `build_fn`, move `build_fn` into '
+            f"a module that can be imported. Received: build_fn={arguments[0]}"
         )
     return result
 
@@ -254,10 +254,11 @@ def _check_alike(reference, run):
         s for _, s in expected
     ]:
         raise ValueError(
-            "`build_fn` must build the same model every time; under the "
-            "distribution it has other weights, or calls its layers another "
-            f"number of times. Received: {calls[0]} calls and the weights "
-            f"{shapes}; on one device {calls[1]} calls and {expected}"
+            "`build_fn` must build the same model every time. Under the "
+            "distribution, the model has other weights or another number of "
+            f"layer calls than on one device. Received: {calls[0]} calls and "
+            f"the weights {shapes}; on one device {calls[1]} calls and the "
+            f"weights {expected}"
         )
 
 

@@ -55,10 +55,10 @@ class _DryRun(StatelessScope):
             return
         if _kind(saved) != _kind(held):
             raise ValueError(
-                f"The value of {variable.path!r} was saved as {saved}, and the "
-                f"variable is of {held}: a value of another kind is not "
-                "converted. Build the model with the dtypes that it was saved "
-                f"with. Received: dtype={saved}"
+                f"The value of {variable.path!r} was saved as {saved}, but the "
+                f"variable has dtype {held}. Loading does not convert between "
+                "these kinds of dtypes. Build the model with the saved dtypes. "
+                f"Received: dtype={saved}"
             )
         self.converted[variable.path] = saved, held
 
@@ -93,7 +93,7 @@ def _warn_of_conversions(filepath, converted):
     for path, (saved, held) in list(converted.items())[:1]:
         warnings.warn(
             f"{len(converted)} variables have another dtype in the file "
-            f"{str(filepath)!r}, and are converted. The first is {path!r}: "
+            f"{str(filepath)!r} and are converted. The first is {path!r}: "
             f"saved as {saved}, now {held}.",
             stacklevel=4,
         )

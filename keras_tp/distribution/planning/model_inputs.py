@@ -32,8 +32,8 @@ def call_spec_of(model, given):
         raise NoPlanError(
             f"The inputs of model {model.name!r} are not known. Pass "
             "`input_spec`: a shape tuple, such as (None, 128), a `KerasTensor` "
-            "where the dtype is not that of floats, or a structure of them as "
-            f"the model takes it. Received: model={model}"
+            "for a dtype other than float, or a nested structure of these. "
+            f"Received: model={model}"
         )
     return known
 

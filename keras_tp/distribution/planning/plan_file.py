@@ -46,8 +46,8 @@ def read(text):
         )
     if not _is_int(data["format"], 1) or data["format"] != FORMAT_VERSION:
         raise ValueError(
-            f"A sharding plan of format {FORMAT_VERSION} is needed; plan "
-            f"the model again. Received: format={data['format']!r}"
+            f"A sharding plan must have format {FORMAT_VERSION}. Plan the "
+            f"model again. Received: format={data['format']!r}"
         )
     saved = data.pop(DIGEST, None)
     if saved is not None and saved != _digest(data):
@@ -123,12 +123,12 @@ def _digest(data):
 def _without_repetition(pairs):
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError(f"a field is there twice in {list(found)}")
+        raise ValueError(f"a field is repeated in {list(found)}")
     return found
 
 
 def _no_number(name):
-    raise ValueError(f"{name} is no number of a plan")
+    raise ValueError(f"{name} is not a number of a plan")
 
 
 def _check(data):
@@ -159,7 +159,7 @@ def _check(data):
         _check_variable(where, row, sizes)
         _need(
             row["path"] not in paths,
-            *(f"{where}.path", "a path that no other has", row["path"]),
+            *(f"{where}.path", "a unique path", row["path"]),
         )
         paths.add(row["path"])
     for where, row in _rows("reductions", data["reductions"]):
@@ -174,7 +174,7 @@ def _checked_mesh(mesh):
         and shape
         and all(_is_int(size, 1) for size in shape)
         and math.prod(shape) <= _MOST_DEVICES,
-        *("mesh.shape", f"sizes of at most {_MOST_DEVICES} devices", shape),
+        *("mesh.shape", f"sizes for at most {_MOST_DEVICES} devices", shape),
     )
     _need(
         isinstance(names, list)
@@ -217,13 +217,13 @@ def _check_variable(where, row, sizes):
             continue
         listed = entry if isinstance(entry, list) else [entry]
         known = all(isinstance(n, str) and n in sizes for n in listed)
-        need(listed and known, "axes", f"of axes of the mesh, {list(sizes)}")
+        need(listed and known, "axes", f"axes of the mesh, {list(sizes)}")
         names += listed
         count = math.prod(sizes[name] for name in listed)
         fits = size % count == 0 or may_be_uneven(size, count)
-        need(fits, "axes", f"such that {size} divides by {count}")
+        need(fits, "axes", f"axes such that {size} divides by {count}")
     is_once = len(set(names)) == len(names)
-    need(is_once, "axes", "without an axis that is there twice")
+    need(is_once, "axes", "axes without repetition")
 
 
 def _check_reduction(where, row):
@@ -240,7 +240,7 @@ def _check_size(where, size):
         and (_is_int(size[0], 0) or _is_float(size[0]))
         and all(_is_int(n, 0) and n <= _MOST_POWER for n in size[1:])
     )
-    _need(is_right, where, "bytes and two small exponents, none below 0", size)
+    _need(is_right, where, "bytes and two small exponents, at least 0", size)
 
 
 def _check_fields(where, row, *names):

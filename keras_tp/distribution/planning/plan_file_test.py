@@ -102,7 +102,7 @@ REDUCTION = ("reductions", 0)
         (set_to(*VARIABLE, "trainable", 1), r"variables\[0\].trainable"),
         (set_to(*VARIABLE, "axes", [None]), r"variables\[0\].axes"),
         (set_to(*VARIABLE, "axes", [None, "modem"]), r"variables\[0\].axes"),
-        (set_to(*VARIABLE, "axes", ["model", "model"]), "there twice"),
+        (set_to(*VARIABLE, "axes", ["model", "model"]), "without repetition"),
         (set_to(*VARIABLE, "axes", [None, ["model", 1]]), "variables.*axes"),
         (set_to(*VARIABLE, "axes", [None, []]), r"variables\[0\].axes"),
         (set_to(*VARIABLE, "shape", [12, 15]), "15 divides by 2"),

@@ -61,9 +61,9 @@ def _without_rule(plan):
             if not row.is_split and f"{kind} has no rule" in row.why
         ]
         lines.append(
-            f"No rule for {kind} (first in {path!r}): its inputs and "
-            f"outputs are not split. {len(whole)} variables of "
-            f"{format_bytes(sum(whole))} stay whole for it; see "
+            f"No rule for {kind} (first in {path!r}): its inputs and outputs "
+            f"are not split. {len(whole)} variables of "
+            f"{format_bytes(sum(whole))} stay whole because of it; see "
             "`register_rule`."
         )
     return lines

@@ -95,8 +95,8 @@ def _check_fully_shard(axis, device_mesh):
     raise ValueError(
         "`fully_shard` must be a mesh axis that splits batches: each device "
         "along it then holds a part of every variable. Received: "
-        f"fully_shard={axis!r}, axes {list(device_mesh.axis_names)} of which "
-        f"{model_axis(device_mesh)!r} splits the model already"
+        f"fully_shard={axis!r}, axes={list(device_mesh.axis_names)}; axis "
+        f"{model_axis(device_mesh)!r} splits the model"
     )
 
 

@@ -73,10 +73,9 @@ def trace(model, input_spec=None):
             _Tracer(graph, model).run(*call)
     if failure.error is not None:
         raise inputs_lib.NoPlanError(
-            f"Model {model.name!r} cannot be planned: called on symbolic "
-            f"inputs, it fails: {_reason(failure.error)}. Sizes that its "
-            "inputs leave open can be given to `plan_sharding` as "
-            "`input_spec`. "
+            f"Model {model.name!r} cannot be planned, because its call on "
+            f"symbolic inputs fails: {_reason(failure.error)}. To set unknown "
+            "dims of its inputs, pass `input_spec` to `plan_sharding`. "
             f"Received: model={model}"
         ) from failure.error
     return graph
