@@ -97,6 +97,6 @@ def test_the_way_to_more_devices_is_true_in_a_notebook(monkeypatch):
         assert "a notebook is one process" in hint
         assert code == "python -m keras_tp.launch --devices 4 script.py"
         return
-    assert "before Keras is imported" in hint
+    assert "before you import Keras" in hint
     code += "\nimport keras_tp\nprint(keras_tp.distribution.get_device_count())"
     assert output_of(code).split() == ["4"]

@@ -361,7 +361,7 @@ def test_a_process_that_does_not_come_is_named(variables):
             child.kill()
     for child, error in zip(children, errors):
         assert child.returncode != 0
-        assert "those with index [1] did not start within 15 seconds" in error
+        assert "Process(es) [1] of 3 did not start within 15 seconds" in error
 
 
 def test_two_agents_on_one_host(script):

@@ -17,10 +17,9 @@ def main(argv=None):
         # A script's own options may be prefixes of these.
         allow_abbrev=False,
         description=(
-            "Runs a script on several devices: virtual CPU devices in one "
-            "process where there is no accelerator and the backend "
-            "(KERAS_BACKEND) has them, or in several processes, on this host "
-            "or on several."
+            "Runs a script on several devices, in one process or in several, "
+            "on one host or on several. Without accelerators, one process uses "
+            "virtual CPU devices if the backend (KERAS_BACKEND) has them."
         ),
     )
     add = parser.add_argument
@@ -28,38 +27,38 @@ def main(argv=None):
         "--devices",
         type=int,
         required=True,
-        help="number of devices, of all processes together",
+        help="total number of devices of all processes",
     )
     add(
         "--processes",
         type=int,
-        help="number of processes, of all hosts together; by default one on "
-        "each host, and on torch one for each device",
+        help="total number of processes on all hosts; by default one per host, "
+        "and on torch one per device",
     )
     add(
         "--hosts",
         type=lambda value: value.split(","),
         default=[],
         metavar="HOST:PORT,...",
-        help="all hosts; the first is where processes meet. Each runs this "
-        "same command, but for --host-index. A host with several processes "
-        "uses the ports that follow, too",
+        help="addresses of all hosts; the processes meet at the first one. Run "
+        "the same command on each host, with its own --host-index. A host with "
+        "several processes also uses the next ports",
     )
     add(
         "--host-index",
         type=int,
-        help="which of --hosts this one is, from 0",
+        help="index of this host in --hosts, from 0",
     )
     add(
         "--dry-run",
         action="store_true",
-        help="print environment and command of each process, and start none",
+        help="print the environment and command of each process and exit",
     )
     add(
         "--all-output",
         action="store_true",
-        help="show what every process prints, and every error with its "
-        "traceback; otherwise what process 0 prints, and the first error",
+        help="show the output of every process, and every error with its "
+        "traceback; by default, the output of process 0 and the first error",
     )
     add("script", help="Python file to run")
     add("args", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -90,7 +89,7 @@ def _problem(options):
         if not name or not port.isdigit():
             return f"--hosts must be HOST:PORT,..., not {','.join(hosts)}"
     if not hosts and options.host_index is not None:
-        return "--host-index is which of --hosts this one is; give those too"
+        return "--host-index is an index of --hosts; pass --hosts too"
     if hosts and options.host_index not in range(len(hosts)):
         return (
             f"--host-index must be from 0 to {len(hosts) - 1}, one for each "
@@ -105,10 +104,10 @@ def _problem(options):
     if devices % count:
         divisors = [n for n in range(1, devices + 1) if devices % n == 0]
         return (
-            f"{devices} devices cannot be divided among {count} processes, of "
-            f"which each has as many. {devices} devices divide among "
-            f"{_listed(divisors)} process(es), and {count} processes can have "
-            f"{_multiples(count)} devices"
+            f"{devices} devices cannot be divided equally among {count} "
+            f"processes. {devices} devices divide among {_listed(divisors)} "
+            f"process(es), and {count} processes can have {_multiples(count)} "
+            "devices"
         )
     return None
 

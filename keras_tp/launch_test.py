@@ -141,9 +141,9 @@ def test_dry_run_of_the_second_host(script):
         (["--devices", "4", "--processes", "0"], "must be at least 1"),
         (
             ["--devices", "4", "--processes", "3"],
-            "4 devices cannot be divided among 3 processes, of which each has "
-            "as many. 4 devices divide among 1, 2, 4 process(es), and 3 "
-            "processes can have 3, 6, 9 and so on devices",
+            "4 devices cannot be divided equally among 3 processes. 4 devices "
+            "divide among 1, 2, 4 process(es), and 3 processes can have 3, 6, "
+            "9 and so on devices",
         ),
         (["--devices", "4", "--hosts", "a:1,b:2"], "from 0 to 1"),
         (
@@ -151,7 +151,7 @@ def test_dry_run_of_the_second_host(script):
             "from 0 to 1",
         ),
         (["--devices", "4", "--hosts", "a,b"], "must be HOST:PORT,..."),
-        (["--devices", "4", "--host-index", "0"], "give those too"),
+        (["--devices", "4", "--host-index", "0"], "pass --hosts too"),
         (
             ["--devices", "6", "--processes", "3", "--hosts", "a:1,b:2"]
             + ["--host-index", "0"],

@@ -48,9 +48,9 @@ def restore(model, text):
             _assign(counter, held)
     else:
         warnings.warn(
-            f"Model {model.name!r} has {len(counters)} seed generators, and "
-            f"the backup holds {len(state['model'])}: dropout draws other "
-            "numbers than in the run that was interrupted.",
+            f"Model {model.name!r} has {len(counters)} seed generators, but "
+            f"the backup holds the states of {len(state['model'])}. They are "
+            "not restored, so dropout masks differ from the interrupted run.",
             stacklevel=3,
         )
     processes = current.load("processes")

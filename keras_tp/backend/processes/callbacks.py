@@ -46,7 +46,7 @@ def table():
             f"{folder}.callback_list:CallbackList",
             _MOMENTS,
             around(_run_in_step),
-            "callbacks run in step, and the others name one that is stuck",
+            "callbacks run in step, and an error names a stuck process",
         ),
         methods_row(
             f"{folder}.backup_and_restore:BackupAndRestore",
@@ -67,7 +67,7 @@ def table():
             f"{folder}.tensorboard:TensorBoard",
             "set_model",
             around(_log_elsewhere),
-            "all processes gather what is shown and one writes it",
+            "all processes gather the values and one process writes them",
         ),
     ]
 
@@ -188,9 +188,9 @@ def _epoch_of(path):
 
 def _no_progress(path, text):
     return digests.UnreadableFileError(
-        f"The file {path!r} does not say which epoch training came to: it has "
-        'to hold `{"epoch": 3}` or the like. Remove the folder of the backup '
-        f"to train from the start. Received: {text[:60]!r}"
+        f"The file {path!r} must hold the epoch of the backup, as in "
+        '`{"epoch": 3}`. To train from the start, remove the folder of the '
+        f"backup. Received: {text[:60]!r}"
     )
 
 

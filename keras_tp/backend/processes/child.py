@@ -26,9 +26,9 @@ def main(argv):
     found = lib.list_devices()
     if len(found) < wanted:
         raise ValueError(
-            f"{wanted} devices were asked for, and the processes have "
-            f"{len(found)}: {found}. Ask for as many as there are; for virtual "
-            "CPU devices instead, hide the accelerators."
+            f"The run needs {wanted} devices, but its processes have "
+            f"{len(found)}: {found}. Set `--devices` to {len(found)}. To use "
+            "virtual CPU devices instead, hide the accelerators."
         )
     try:
         commands.run_script(argv)

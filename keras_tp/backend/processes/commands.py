@@ -29,9 +29,8 @@ def before_import(device_count, variables):
         f'os.environ["{name}"] = "{value}"' for name, value in variables.items()
     )
     return (
-        f"To have {device_count} virtual CPU devices in a notebook, restart "
-        "the kernel, and before Keras is imported: "
-        f"`import os; {lines}`."
+        f"To use {device_count} virtual CPU devices in a notebook, restart the "
+        f"kernel and run this before you import Keras: `import os; {lines}`."
     )
 
 

@@ -29,10 +29,10 @@ from keras_tp.backend.processes import consistency
 from keras_tp.backend.processes import progress
 
 _SAME_DATA = (
-    "Every process is fed the same global batch: give all of them the same "
-    "data in the same order, and the same seed; or give each its own part "
-    "under a distribution with `auto_shard_dataset=False` and an axis that "
-    "splits batches."
+    "Every process must read the same global batches. Give all processes the "
+    "same data in the same order, and the same seed. To give each process its "
+    "own part of every batch, use a distribution with "
+    "`auto_shard_dataset=False` and an axis that splits batches."
 )
 
 
@@ -67,7 +67,7 @@ def table(processes):
             "keras.src.trainers.data_adapters",
             "get_data_adapter",
             hook_get_data_adapter,
-            "several processes are given data of any kind",
+            "several processes can read data of any kind",
         )
     ]
 
@@ -89,9 +89,9 @@ class Parts(collections.namedtuple("Parts", ["by_process", "axis_size"])):
     def way_out(self):
         """Sentence that says which part each process has to provide."""
         return (
-            "With `auto_shard_dataset=False` each process is given its own "
-            f"part of every batch, one of {self.count}, and the processes of "
-            "one model group are given the same. Parts by process: "
+            f"With `auto_shard_dataset=False`, each batch has {self.count} "
+            "parts. Each process must read its own part, and the processes of "
+            "one model group must read the same part. Parts by process: "
             f"{dict(enumerate(self.by_process))}."
         )
 
@@ -122,11 +122,11 @@ def find_parts(coordinates, axis_size):
     ]
     if parts != wanted:
         raise ValueError(
-            "With `auto_shard_dataset=False`, the devices of a process have to "
-            "be next to each other along the axis that splits batches, equally "
-            "many in each process. List the devices of the mesh process by "
-            "process. Received, by process, the coordinates along that axis: "
-            f"{dict(enumerate(held))}"
+            "With `auto_shard_dataset=False`, the devices of a process must be "
+            "adjacent along the mesh axis that splits batches, and each "
+            "process must have the same number of devices. List the devices of "
+            "the mesh process by process. Received coordinates along that "
+            f"axis, by process: {dict(enumerate(held))}"
         )
     return Parts([parts.index(own) for own in held], axis_size)
 
@@ -155,8 +155,8 @@ class AgreedLength:
         ):
             raise ValueError(
                 "The processes of this run hold different batches. "
-                f"{_SAME_DATA} Received, by process, whether it holds a part "
-                "(`auto_shard_dataset=False`), and how many batches: "
+                f"{_SAME_DATA} Received by process, as "
+                "(`auto_shard_dataset=False`, number of batches): "
                 f"{dict(enumerate(found))}"
             )
         # Without a number, an epoch ends when all processes have no more data.
@@ -219,10 +219,10 @@ def fit_together(batch, gather, parts, gather_rows):
     held = gather((rows, kind), "a part of a batch")
     if any(_SPARSE in tree.flatten(kind) for _, kind in held):
         raise ValueError(
-            "Parts of batches have to be dense: give every process the same "
-            "global batch, with `auto_shard_dataset=True`, or convert the "
-            f"data to dense arrays. {parts.way_out} Received, by process, the "
-            f"length, and the other dims and dtypes: {dict(enumerate(held))}"
+            "The parts of a batch must be dense. Convert the data to dense "
+            "arrays, or give every process the same global batch with "
+            f"`auto_shard_dataset=True`. {parts.way_out} Received by process, "
+            f"as (rows, other dims and dtypes): {dict(enumerate(held))}"
         )
     all_rows = [count for count, _ in held]
     if max(all_rows) < 0:
@@ -233,11 +233,11 @@ def fit_together(batch, gather, parts, gather_rows):
         or len(set(zip(parts.by_process, all_rows))) > parts.count
     ):
         raise ValueError(
-            "The parts of a batch do not fit together. They may differ in "
-            "length between model groups, and in nothing else: pad or cut "
-            f"their other dims to equal sizes. {parts.way_out} Received, by "
-            "process, the length (-1: the data has ended), and the other dims "
-            f"and dtypes: {dict(enumerate(held))}"
+            "The parts of a batch do not fit together. Only their number of "
+            "rows may differ, and only between model groups. Pad or cut the "
+            f"other dims to equal sizes. {parts.way_out} Received by process, "
+            "as (rows, other dims and dtypes), with -1 rows after the end of "
+            f"the data: {dict(enumerate(held))}"
         )
     if len(set(all_rows)) == 1 and rows * parts.count % parts.axis_size == 0:
         return batch, True
@@ -270,9 +270,9 @@ def _compare_first(batch, gather, parts):
     is_first = current.load("distribution_lib").process_id() == 0
     if len(set(digests)) == 1 and is_first:
         warnings.warn(
-            "All processes begin with the same batch, as if it was a part of "
-            f"a larger one. {parts.way_out} If each process is given the "
-            "global batch, leave `auto_shard_dataset=True`.",
+            "All processes begin with the same batch, but each of them should "
+            f"read a different part. {parts.way_out} If every process reads "
+            "the global batch, keep the default `auto_shard_dataset=True`.",
             stacklevel=2,
         )
 

@@ -37,7 +37,7 @@ def test_sparse_batches_are_compared():
 
 def test_parts_of_sparse_batches_are_refused():
     parts = data_shards.Parts([0, 1], 2)
-    with pytest.raises(ValueError, match="have to be dense"):
+    with pytest.raises(ValueError, match="must be dense"):
         data_shards.fit_together(
             matrix(1), lambda value, what: [value, value], parts, None
         )

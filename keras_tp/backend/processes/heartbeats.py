@@ -51,8 +51,8 @@ def start(host, index, count, put, get, patience, end):
             raise ConnectionError("it closed the connection")
     except OSError as e:
         logging.getLogger(__name__).warning(
-            "Process %d cannot connect to process 0 at %s:%d, so a process "
-            "that is stuck may not be named: %s",
+            "Process %d cannot connect to process 0 at %s:%d: %s. Errors may "
+            "not name a process that is stuck.",
             *(index, host, port, e),
         )
         return

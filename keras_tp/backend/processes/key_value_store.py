@@ -57,11 +57,11 @@ class Store:
         values, missing = self._collect(value, what)
         if missing:
             raise RuntimeError(
-                f"Process {self.index} waits for process(es) {missing} of "
-                f"{self.count} at {what}, where they did not come within "
+                f"Process {self.index} waited at {what}, but process(es) "
+                f"{missing} of {self.count} did not arrive within "
                 f"{self._patience():g} seconds (KERAS_TP_TIMEOUT). All "
-                "processes have to run the same program on batches of the same "
-                "number." + self._meanwhile(what)
+                "processes have to run the same program on the same number of "
+                "batches." + self._meanwhile(what)
             )
         return values
 

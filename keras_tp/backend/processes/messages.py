@@ -29,9 +29,9 @@ def decode(data):
         return _from_json(json.loads(data))
     except (KeyError, RecursionError, TypeError, ValueError) as e:
         raise ValueError(
-            "A message is not one of keras_tp's. Do processes of another "
-            "program, or of another version, use the same ports? Received: "
-            f"{bytes(data[:80])}"
+            "A message from another process cannot be decoded. Another "
+            "program, or another version of keras_tp, may use the same ports. "
+            f"Received: {bytes(data[:80])}"
         ) from e
 
 
@@ -51,14 +51,14 @@ def _to_json(value):
     if isinstance(value, (np.ndarray, np.generic)):
         return _array_to_json(value)
     raise TypeError(
-        "Processes send each other numbers, texts, bytes, arrays, and lists, "
-        f"tuples and dicts of them. Received: {type(value).__name__}"
+        "Processes can exchange numbers, strings, bytes, arrays, and lists, "
+        f"tuples and dicts of these. Received: {type(value).__name__}"
     )
 
 
 def _array_to_json(value):
     if value.dtype.hasobject:
-        raise TypeError("Processes do not send each other arrays of objects.")
+        raise TypeError("Processes cannot exchange arrays of objects.")
     # Types from other packages, such as bfloat16, are found by name only.
     of_others = value.dtype.kind == "V"
     return {

@@ -189,9 +189,9 @@ def fault(states, patience, has_failed=False):
         if found is not None:
             what, details = found
             rule = (
-                " All processes have to run the same program to its end, and "
-                f"wait for each other for {patience:g} seconds: what takes "
-                "longer needs a larger KERAS_TP_TIMEOUT. Received: "
+                " All processes have to run the same program to its end. They "
+                f"wait for each other for {patience:g} seconds. If a process "
+                "takes longer, increase KERAS_TP_TIMEOUT. Received: "
                 f"KERAS_TP_TIMEOUT={patience:g}"
             )
             return f"{what}.{details}{rule}\n", f"{what}.\n"
@@ -216,13 +216,13 @@ def _fault_of(index, state, states, patience, has_failed):
         how = "left with exit code 0"
     elif state.status == GONE:
         held_up = waiting_of(level, ENDED_S)
-        how = "has ended without an error, as by `os._exit` or a signal,"
+        how = "has ended without an error (by `os._exit` or a signal)"
     elif state.status not in (HERE, UNKNOWN):
         held_up = waiting_of(level, ENDED_S)
         how = f"failed ({state.status})"
     elif state.status == HERE and state.silent >= silence:
         held_up = waiting_of(level, silence)
-        how = "does not answer, as one that is stopped,"
+        how = "does not answer (it may be stopped)"
     elif (
         state.status == HERE
         and state.kind == ALONE
@@ -239,7 +239,7 @@ def _fault_of(index, state, states, patience, has_failed):
     is_named = how.endswith(f"{state.place},")
     details = "" if is_named else f" It was at {state.place}."
     if state.line:
-        details += f" The line of its code is {state.line}."
+        details += f" Its code is at {state.line}."
     return what, details
 
 

@@ -61,11 +61,10 @@ def meet(address, count, index, seconds):
         missing = _ask(host.strip("[]"), int(port), index, deadline)
     if missing:
         raise RuntimeError(
-            f"Of {count} processes, those with index {missing} did not start "
-            f"within {seconds:g} seconds (KERAS_TP_TIMEOUT); this is process "
-            f"{index}. Process 0 listens at {address}: start all of them, "
-            "with this address, the same number of processes, and an index "
-            "for each."
+            f"Process(es) {missing} of {count} did not start within "
+            f"{seconds:g} seconds (KERAS_TP_TIMEOUT). This is process {index}. "
+            f"Process 0 listens at {address}. Start every process with this "
+            "address, the same number of processes, and its own index."
         )
 
 

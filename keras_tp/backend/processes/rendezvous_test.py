@@ -100,7 +100,7 @@ def test_another_secret_is_no_process_of_the_run(address, monkeypatch):
             value = {"index": 1, "proof": proof}
             link.sendall(json.dumps(value).encode() + b"\n")
             assert is_dropped(link)
-        with pytest.raises(RuntimeError, match=r"index \[1\] did not start"):
+        with pytest.raises(RuntimeError, match=r"\[1\] of 2 did not start"):
             first.result()
 
 

@@ -21,9 +21,9 @@ def timeout():
         seconds = 0.0
     if not 0 < seconds < math.inf:
         raise ValueError(
-            "The environment variable KERAS_TP_TIMEOUT is how long a process "
-            "waits for the others, in seconds: a number above 0. Received: "
-            f"KERAS_TP_TIMEOUT={given!r}"
+            "The environment variable KERAS_TP_TIMEOUT must be the number of "
+            "seconds that a process waits for the others, greater than 0. "
+            f"Received: KERAS_TP_TIMEOUT={given!r}"
         )
     return seconds
 
@@ -32,9 +32,9 @@ def not_called_by_all(what, index, count, seconds, missing):
     """Returns the error message for a collective that some did not call."""
     return (
         f"{what} is a collective of {count} processes: every process has to "
-        f"call it. Process {index} did, and others did not within "
-        f"{seconds:g} seconds: move the call out of any `if rank == 0:` or "
-        f"`if process_id == 0:`. Missing: {missing}"
+        f"call it. Process {index} called it, but others did not within "
+        f"{seconds:g} seconds. Move the call out of any `if rank == 0:` or `if "
+        f"process_id == 0:`. Missing: {missing}"
     )
 
 
@@ -48,8 +48,8 @@ def meanwhile(places):
         return ""
     where = ", ".join(f"process {i} at {what}" for i, what in places.items())
     return (
-        f" Others wait elsewhere: {where}. What one process calls, every "
-        "process has to call: move it out of any `if rank == 0:`."
+        f" Others wait elsewhere: {where}. Every process has to call the same "
+        "collectives: move each call out of any `if rank == 0:`."
     )
 
 
