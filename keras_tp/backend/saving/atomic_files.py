@@ -116,12 +116,12 @@ def full_disk_named(path):
         text = os.strerror(errno.ENOSPC)
         if getattr(e, "errno", None) != errno.ENOSPC and text not in str(e):
             raise
-        kept = "The older file there is as it was." if path.exists() else ""
+        kept = "The existing file is unchanged. " if path.exists() else ""
         raise OSError(
             errno.ENOSPC,
-            f"No space is left on the disk to write '{path}'. {kept} Free "
-            "some space, which has to hold the new file beside the older one, "
-            f"or save to another disk. As the system says: {e}",
+            f"No space is left on the disk to write '{path}'. {kept}Free "
+            "enough space for the new file beside the existing one, or save to "
+            f"another disk. System error: {e}",
         ) from e
 
 

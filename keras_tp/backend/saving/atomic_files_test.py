@@ -131,5 +131,5 @@ def test_a_full_disk(write, older, tmp_path):
         with atomic_files.replaced(path):
             write()
     assert e.value.errno == errno.ENOSPC
-    assert ("older file there is as it was" in str(e.value)) == older
+    assert ("The existing file is unchanged." in str(e.value)) == older
     assert [p.read_text() for p in tmp_path.iterdir()] == ["older"] * older

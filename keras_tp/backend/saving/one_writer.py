@@ -88,17 +88,17 @@ def table(is_distributed):
             (
                 "keras.src.saving.saving_lib",
                 Formats,
-                "all processes gather and one writes",
+                "all processes gather the values and one process writes them",
             ),
             (
                 "keras.src.legacy.saving.legacy_h5_format",
                 LegacyFormat,
-                "all processes gather and one writes",
+                "all processes gather the values and one process writes them",
             ),
             (
                 "keras.src.saving.saving_lib:H5IOStore",
                 _Store,
-                "damage is found before anything is loaded",
+                "a damaged file is found before a value is loaded",
             ),
         )
     ]

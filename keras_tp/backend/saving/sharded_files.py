@@ -76,7 +76,7 @@ def check(path):
             raise digests.UnreadableFileError(f"In {name!r}: {e}") from e
         if seals is not None and name in seals and seals[name] != seal:
             raise digests.UnreadableFileError(
-                f"The part {name!r} is of another save. Received: '{path}'"
+                f"The part {name!r} belongs to another save. Received: '{path}'"
             )
 
 
@@ -86,8 +86,8 @@ def _check_structure(config):
     for name in _names(config):
         if pathlib.PurePath(name).name != name:
             raise ValueError(
-                "A part has to be beside the file that lists it. Received: "
-                f"{name!r}"
+                "A part must be in the same folder as the file that lists it. "
+                f"Received: {name!r}"
             )
 
 

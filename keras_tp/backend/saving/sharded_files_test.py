@@ -177,7 +177,7 @@ def test_a_part_of_another_save(path, tmp_path):
     (mine,) = path.parent.glob("a-*_00001.weights.h5")
     (theirs,) = other.glob("a-*_00001.weights.h5")
     theirs.rename(mine)
-    with pytest.raises(digests.UnreadableFileError, match="of another save"):
+    with pytest.raises(digests.UnreadableFileError, match="to another save"):
         sharded_files.check(path)
 
 
