@@ -126,7 +126,7 @@ def test_files_are_those_of_one_process(mesh, runs):
         ("values", "hold different values"),
         ("models", "first difference: variable 'sequential/only_0/kernel'"),
         ("seeds", "given different seeds"),
-        ("mesh", "None is of process(es) [1]|meshes of all devices, in their"),
+        ("mesh", "no device of process(es) [1]|all devices in their order"),
     ],
 )
 def test_what_processes_hold_is_compared(name, text, runs):

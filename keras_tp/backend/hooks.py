@@ -62,11 +62,12 @@ class Hook(
             if owner is _ABSENT or not (self.adds or hasattr(owner, attribute)):
                 package = "Keras"
                 if self.waits:
-                    package = f"{module.partition('.')[0]}, beside Keras"
+                    package = module.partition(".")[0]
                 raise RuntimeError(
-                    f"{package} {keras.__version__}, has no {self.owner}."
-                    f"{attribute}, which keras_tp hooks so that {self.why}. It "
-                    "was moved: keras_tp needs a release made for this version."
+                    f"{package} has no {self.owner}.{attribute}, which "
+                    f"keras_tp replaces so that {self.why}. Install a version "
+                    f"of keras_tp that supports this version of {package}. "
+                    f"Received: keras {keras.__version__}"
                 )
         return owner
 
@@ -129,7 +130,7 @@ def backend_row(module):
         "keras.src.distribution.distribution_lib",
         "distribution_lib",
         lambda original: module,
-        "plain keras.distribution has a backend",
+        "plain `keras.distribution` has a backend",
     )
 
 
@@ -138,9 +139,9 @@ def check_keras_version():
     version = tuple(int(part) for part in keras.__version__.split(".")[:2])
     if not MINIMUM_KERAS <= version < NEXT_KERAS:
         raise ImportError(
-            "keras_tp needs keras>=3.15,<3.16, because its hooks name "
-            "attributes of that version: pip install 'keras>=3.15,<3.16'. "
-            f"Received: keras {keras.__version__}"
+            "keras_tp needs keras>=3.15,<3.16, because it replaces private "
+            "attributes of that version. Run `pip install "
+            f"'keras>=3.15,<3.16'`. Received: keras {keras.__version__}"
         )
 
 

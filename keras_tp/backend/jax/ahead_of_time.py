@@ -85,8 +85,8 @@ def _gpus(target, count):
     nodes = max(count // _GPUS_OF_A_NODE, 1)
     if count > _GPUS_OF_A_NODE and count % _GPUS_OF_A_NODE:
         raise ValueError(
-            f"GPUs come in nodes of {_GPUS_OF_A_NODE}: use at most so many, or "
-            f"a multiple of it. Received: count={count}"
+            f"GPUs come in nodes of {_GPUS_OF_A_NODE}. `count` must be at most "
+            f"{_GPUS_OF_A_NODE}, or a multiple of it. Received: count={count}"
         )
     shape = f"1x{nodes}x{count // nodes}"
     try:
@@ -143,8 +143,8 @@ def _grid(count, dims):
     """
     if count & (count - 1):
         raise ValueError(
-            "Slices of TPUs have a power of two of chips. Received: "
-            f"count={count}"
+            "The number of chips in a TPU slice must be a power of two. "
+            f"Received: count={count}"
         )
     power, sides = count.bit_length() - 1, []
     for left in range(dims, 0, -1):

@@ -288,7 +288,7 @@ def launch(plan, argv):
     available = list_devices()
     if len(available) < plan.devices:
         raise ValueError(
-            f"{plan.devices} devices were asked for, and JAX finds "
+            f"The run needs {plan.devices} devices, but JAX finds "
             f"{len(available)}: {available}. To use virtual CPU devices "
             "instead, set JAX_PLATFORMS=cpu."
         )
@@ -352,10 +352,11 @@ def _to_backend_mesh(device_mesh):
     owners = {device.process_index for device in mesh.devices.flatten()}
     if len(owners) < count:
         raise ValueError(
-            f"This run has {count} processes, and every one of them has to "
-            "hold a device of the mesh. None is of process(es) "
-            f"{sorted(set(range(count)) - owners)}. Use all devices, or one "
-            "alone, of which each process then has a copy. Received: "
+            f"The mesh must hold a device of each of the {count} processes of "
+            "this run. It holds no device of process(es) "
+            f"{sorted(set(range(count)) - owners)}. Use a mesh of all devices, "
+            "or a mesh of one device, which keeps a copy in each process. "
+            "Received: "
             f"devices={[str(d) for d in device_mesh.devices.flatten()]}"
         )
     return mesh

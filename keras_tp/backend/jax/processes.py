@@ -69,7 +69,7 @@ def start(job_addresses=None, num_processes=None, process_id=None):
     if len(addresses) > 1 and num_processes not in (None, len(addresses)):
         raise ValueError(
             f"job_addresses has {len(addresses)} jobs, but num_processes is "
-            f"{num_processes}. It has to be the address of process 0, or those "
+            f"{num_processes}. Pass the address of process 0, or the addresses "
             f"of all processes. Received: job_addresses={job_addresses!r}; "
             f"num_processes={num_processes}"
         )
@@ -84,9 +84,10 @@ def start(job_addresses=None, num_processes=None, process_id=None):
         return
     if None in (address, count, own):
         raise ValueError(
-            "Processes are joined by the address of process 0, their number "
-            "and the index of this one, and no scheduler that JAX knows gives "
-            "what is missing. Set KERAS_DISTRIBUTION_JOB_ADDRESSES, "
+            "To join the processes, JAX needs the address of process 0, the "
+            "number of processes and the index of this process. No scheduler "
+            "that JAX supports provides the missing values. Set "
+            "KERAS_DISTRIBUTION_JOB_ADDRESSES, "
             "KERAS_DISTRIBUTION_NUM_PROCESSES and "
             "KERAS_DISTRIBUTION_PROCESS_ID. Received: "
             f"job_addresses={address!r}; num_processes={count}; "
@@ -127,8 +128,9 @@ def store():
         joined = distributed.global_state
         if joined.client is None:
             raise RuntimeError(
-                "JAX runs in several processes that have no store in common. "
-                "Call `keras_tp.distribution.initialize` before anything else."
+                "JAX runs in several processes, but this process has not "
+                "joined the others. Call `keras_tp.distribution.initialize` "
+                "before anything else."
             )
         delete = joined.client.key_value_delete
         place = joined.process_id, joined.num_processes

@@ -87,8 +87,8 @@ def _place_sparse(batch, mesh, axis):
             warnings.warn(
                 f"A sparse batch of shape {shape} is made dense, because "
                 "DTensor computes with dense tensors only. It takes "
-                f"{rows.nbytes / 2**20:.0f} MiB on each device: smaller "
-                "batches take less.",
+                f"{rows.nbytes / 2**20:.0f} MiB on each device. Smaller "
+                "batches take less memory.",
                 stacklevel=2,
             )
         first, *others = indices[held].T

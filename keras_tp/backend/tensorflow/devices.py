@@ -32,9 +32,9 @@ def check_virtual():
     found = len(tf.config.list_logical_devices("CPU"))
     if count > found:
         raise ValueError(
-            f"TensorFlow has {found} CPU device(s) and had started before "
-            f"{count} virtual ones could be made. Import keras_tp before the "
-            "first computation, or run the script by `python -m "
+            f"TensorFlow started with {found} CPU device(s), before keras_tp "
+            f"could make {count} virtual ones. Import keras_tp before the "
+            "first computation, or run the script with `python -m "
             f"keras_tp.launch --devices {count}`. Received: "
             f"{CPU_DEVICES}={count}"
         )

@@ -192,7 +192,7 @@ def launch(plan, argv):
     available = list_devices()
     if len(available) < plan.devices:
         raise ValueError(
-            f"{plan.devices} devices were asked for, and TensorFlow finds "
+            f"The run needs {plan.devices} devices, but TensorFlow finds "
             f"{len(available)}: {available}. To use virtual CPU devices "
             "instead, hide the others: set CUDA_VISIBLE_DEVICES=-1."
         )
@@ -226,9 +226,9 @@ def _to_backend_mesh(device_mesh):
         kind = names[0].split(":")[0].upper()
         if names != list_devices(kind):
             raise ValueError(
-                "Over several processes DTensor makes meshes of all devices, "
-                "in their order, only. To bring a model back to one device, "
-                "save it, and load it in a process by itself. All devices: "
+                "With several processes, a DTensor mesh must hold all devices "
+                "in their order. To bring a model back to one device, save it "
+                "and load it in a single process. All devices: "
                 f"{list_devices(kind)}. Received: devices={names}"
             )
         return dtensor.create_distributed_mesh(dims, device_type=kind)
@@ -244,9 +244,9 @@ def _to_backend_layout(tensor_layout):
     several = [axis for axis in tensor_layout.axes if isinstance(axis, tuple)]
     if several:
         raise ValueError(
-            "DTensor cannot split one dim over several mesh axes. Use a mesh "
-            "whose axes are these joined into one, or split the dim over one "
-            f"of them. Received: axes={tensor_layout.axes}"
+            "DTensor cannot split one dim over several mesh axes. Join these "
+            "axes into one axis of the mesh, or split the dim over one of "
+            f"them. Received: axes={tensor_layout.axes}"
         )
     specs = [axis or dtensor.UNSHARDED for axis in tensor_layout.axes]
     return dtensor.Layout(specs, tensor_layout.device_mesh.backend_mesh)

@@ -27,7 +27,7 @@ def test_devices():
 
 def test_virtual_devices_that_cannot_be_made_any_more(monkeypatch):
     monkeypatch.setenv(devices.CPU_DEVICES, "9")
-    with pytest.raises(ValueError, match="has 8 CPU.*before.*9.*launch"):
+    with pytest.raises(ValueError, match="with 8 CPU.*before.*9.*launch"):
         lib.list_devices()
     monkeypatch.setenv(devices.CPU_DEVICES, "many")
     with pytest.raises(ValueError, match="number of devices.*'many'"):

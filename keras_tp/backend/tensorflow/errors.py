@@ -41,12 +41,12 @@ def explained(function=None):
         operation = next(name for name in found.groups() if name)
         where = _layers(function, operation)
         raise NotImplementedError(
-            f"DTensor cannot run TensorFlow's operation {operation!r}"
-            f"{where} with the layouts that meet there, and keras_tp has no "
-            "rule for it. Leave the variables of that layer replicated (no "
-            "pattern of the LayoutMap), ask for its input whole with a layout "
-            "for the output of the layer before it, use another layer, or run "
-            "the model with the JAX backend (KERAS_BACKEND=jax). Received: "
+            f"DTensor cannot run TensorFlow's operation {operation!r}{where} "
+            "with the layouts of its inputs, and keras_tp has no rule for it. "
+            "Replicate the variables of that layer (no pattern of the "
+            "LayoutMap), replicate its input (a layout of Nones for the output "
+            "of the previous layer), use another layer, or run the model with "
+            "the JAX backend (KERAS_BACKEND=jax). Received: "
             f"{_first_line(message)}"
         ) from e
 

@@ -27,7 +27,7 @@ TABLE = [
         "keras.src.backend.tensorflow.trainer:TFEpochIterator",
         "__init__",
         batches.hook_epoch_iterator,
-        "processes are fed in step, or stop with an error",
+        "processes read batches in step, or stop with an error",
     ),
     *callbacks.table(),
     *data_shards.table(processes),
@@ -36,26 +36,26 @@ TABLE = [
         _VARIABLE,
         "_initialize",
         variables.hook_initialize,
-        "a variable is born split, with the values of one device",
+        "a variable is split from the start, with the values of one device",
     ),
     Hook(
         _VARIABLE,
         "_direct_assign",
         variables.hook_direct_assign,
-        "what is assigned gets the layout of the variable",
+        "an assigned value gets the layout of the variable",
     ),
     Hook(
         "tensorflow.dtensor.python.dtensor_device:DTensorDevice",
         "_experimental_default_mesh",
         placement.hook_default_mesh,
-        "an error in a step does not leave the mesh entered for what follows",
+        "the scope of the mesh ends after an error in a step",
     ),
     *(
         Hook(
             "tensorflow.dtensor.python.dtensor_device:DTensorDevice",
             name,
             hook,
-            "a split variable is one for DTensor too, on the mesh and off it",
+            "DTensor finds the layout of a variable, on the mesh and off it",
         )
         for name, hook in (
             ("is_dtensor", variables.hook_is_dtensor),
@@ -66,13 +66,13 @@ TABLE = [
         "keras.src.backend.tensorflow.core",
         "custom_gradient",
         lambda original: placement.custom_gradient,
-        "a gradient of the user's own runs on the mesh of its function",
+        "a custom gradient runs on the mesh of its function",
     ),
     Hook(
         "keras.src.backend",
         "convert_to_numpy",
         variables.hook_convert_to_numpy,
-        "the parts of a tensor are put together on the host",
+        "the parts of a tensor are concatenated on the host",
     ),
     Hook(
         _TRAINER,
@@ -84,15 +84,14 @@ TABLE = [
         "tensorflow.python.framework.func_graph:FuncGraph",
         "capture",
         training.hook_capture,
-        "a tensor that a layer made when it was built is on the mesh",
+        "a tensor that a layer creates in `build` is on the mesh",
     ),
     Hook(
         "tensorflow.python.eager.polymorphic_function"
         ".polymorphic_function:Function",
         "__call__",
         functions.hook_call,
-        "a tf.function of the user's own that reads a split variable runs on "
-        "the mesh",
+        "a user's tf.function that reads a split variable runs on the mesh",
     ),
     Hook(
         _TRAINER,
@@ -117,13 +116,13 @@ TABLE = [
         _TRAINER,
         "get_metrics_result",
         training.hook_get_metrics_result,
-        "results are computed where the metrics' variables are",
+        "metric results are computed on the devices of the metrics",
     ),
     Hook(
         _TRAINER,
         "_resolve_auto_jit_compile",
         training.hook_resolve_auto_jit_compile,
-        "a step on a mesh is not handed to XLA unasked",
+        "a step on a mesh is compiled with XLA only on request",
     ),
     Hook(
         "keras.src.layers.layer:Layer",
@@ -144,7 +143,7 @@ TABLE = [
         "keras.src.models.model:Model",
         "export",
         variables.hook_export,
-        "a SavedModel is that of one device",
+        "a SavedModel runs on one device",
     ),
     table.ROW,
 ]

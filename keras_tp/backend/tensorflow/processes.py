@@ -66,10 +66,9 @@ def start(job_addresses=None, num_processes=None, process_id=None):
         settings[name] = set_before if value is None else str(value)
         if value is not None and (set_before or str(value)) != str(value):
             raise ValueError(
-                f"The environment variable {name} is set, and says otherwise "
-                "than `initialize`, or the variables KERAS_DISTRIBUTION_*. "
-                f"Leave out one of them. Received: {name}={set_before}; "
-                f"{value!r}"
+                f"The environment variable {name} differs from the argument of "
+                "`initialize`, or from the variables KERAS_DISTRIBUTION_*. Set "
+                f"only one of them. Received: {name}={set_before}; {value!r}"
             )
     jobs = list(filter(None, (settings["DTENSOR_JOBS"] or "").split(",")))
     count = int(settings["DTENSOR_NUM_CLIENTS"] or 1)
@@ -171,9 +170,9 @@ def agree_on_seed():
 def _opened():
     if not _store:
         raise RuntimeError(
-            "DTENSOR_JOBS names several processes, and they have not been "
-            "joined. Call `keras_tp.distribution.initialize` before anything "
-            "else."
+            "DTENSOR_JOBS names several processes, but this process has not "
+            "joined the others. Call `keras_tp.distribution.initialize` before "
+            "anything else."
         )
     return _store[0]
 

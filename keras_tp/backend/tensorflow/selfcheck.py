@@ -51,11 +51,11 @@ def check(devices):
             f"weights or losses of a small model are off by {wrong:.2g}. It "
             "combines all-reduces, which corrupts training",
             COMBINE_FLAG,
-            f", losses {found[0]} where {wanted[0]} are right",
+            f"; losses={found[0]}, correct losses={wanted[0]}",
         )
     if not _moves_right(devices[:2]):
         _refuse(
-            "splits a tensor of four dims along another one of them, by an "
+            "moves the split of a tensor of rank 4 to another dim by an "
             "all-to-all",
             MOVE_FLAG,
         )

@@ -35,11 +35,11 @@ def check_compiler():
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler as e:
         raise RuntimeError(
-            "`jit_compile=True` has torch's inductor compile the model, which "
-            "needs a C++ compiler, and none was found. Install one (g++ or "
-            "clang++), name it in the environment variable CXX, or compile "
-            "the model with `jit_compile=False`. Received: "
-            f"CXX={os.environ.get('CXX')!r}; PATH={os.environ.get('PATH')!r}"
+            "`jit_compile=True` compiles the model with torch's inductor, "
+            "which finds no C++ compiler. Install one (g++ or clang++), set "
+            "the environment variable CXX to one, or compile the model with "
+            f"`jit_compile=False`. Received: CXX={os.environ.get('CXX')!r}; "
+            f"PATH={os.environ.get('PATH')!r}"
         ) from e
 
 

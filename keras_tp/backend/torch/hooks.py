@@ -95,28 +95,33 @@ TABLE = [
         f"{_CORE}:Variable",
         "_initialize",
         variables.hook_initialize,
-        "a variable is born as its shard",
+        "each process makes only its shard of a variable",
     ),
     Hook(
         f"{_CORE}:Variable",
         "_initialize_with_initializer",
         variables.hook_initialize_with_initializer,
-        "slots are made as shards, never whole",
+        "each process makes only its shards of optimizer slots",
     ),
     Hook(
         _LAYER,
         "named_parameters",
         variables.hook_named_parameters,
-        "zero_grad reaches the variables of a model that was moved",
+        "zero_grad finds the variables of a model that was moved",
     ),
     Hook(
         _LAYER,
         "_track_variables",
         variables.hook_track_variables,
-        "a layer that is built does not have a part of a model planned",
+        "building a layer does not plan a part of a model",
     ),
     *(
-        Hook(_DTENSOR, name, hook, "Python reads the whole tensor, or is told")
+        Hook(
+            _DTENSOR,
+            name,
+            hook,
+            "Python reads whole tensors, or stops with an error",
+        )
         for name, hook in (
             ("__array__", reading.hook_array),
             ("numpy", reading.hook_numpy),
@@ -129,16 +134,21 @@ TABLE = [
         _DTENSOR,
         "__setitem__",
         writes.hook_setitem,
-        "what is written into a split tensor is not lost",
+        "writes into a split tensor are not lost",
     ),
     Hook(
         "keras.src.ops.operation:Operation",
         "__call__",
         _hook_operation_call,
-        "partial sums are added up once, at the borders of layers",
+        "partial sums have one all-reduce, at the end of a layer",
     ),
     *(
-        Hook("torch", name, hook, "a split sum is added up once, before a bias")
+        Hook(
+            "torch",
+            name,
+            hook,
+            "partial sums have one all-reduce, before a bias",
+        )
         for name, hook in (
             ("einsum", matmul.einsum),
             ("matmul", matmul.matmul),
@@ -149,13 +159,13 @@ TABLE = [
         _CORE,
         "slice_update",
         writes.hook_slice_update,
-        "a cache of keys and values stays split by heads",
+        "a KV cache stays split by heads",
     ),
     Hook(
         _NUMPY,
         "repeat",
         reshape.hook_repeat,
-        "heads that are fewer than the devices can be repeated",
+        "KV heads can be repeated if they are fewer than the devices",
     ),
     Hook(
         f"{_TRAINER}:TorchTrainer",
@@ -173,7 +183,7 @@ TABLE = [
         f"{_TRAINER}:TorchEpochIterator",
         "__init__",
         batches.hook_epoch_iterator,
-        "any kind of data is split, and processes with other data are named",
+        "data of any kind is split, and must be equal in all processes",
     ),
     *callbacks.table(),
     *data_shards.table(processes),
@@ -183,7 +193,7 @@ TABLE = [
             "keras.src.backend.torch.random",
             name,
             getattr(initial_values, name),
-            "a variable's values are drawn without more copies of it",
+            "initial values are drawn without extra copies",
         )
         for name in ("uniform", "truncated_normal")
     ),
@@ -197,9 +207,7 @@ TABLE = [
         for owner in (_NUMPY, _DTENSOR)
     ),
     *(
-        Hook(
-            owner, names, table.whole, "DTensor cannot split what it is made of"
-        )
+        Hook(owner, names, table.whole, "it runs on whole tensors")
         for owner, names in (
             ("torch", ("stft", "istft")),
             (_CORE, ("associative_scan", "scatter")),
@@ -211,13 +219,13 @@ TABLE = [
         "torch",
         "vmap",
         table.whole_vmap,
-        "what is mapped is computed whole, as metrics do",
+        "vmap, as in metrics, runs on whole tensors",
     ),
     Hook(
         "torch.distributed.tensor._ops._math_ops",
         "_infer_reduction_dims",
         table.all_dims,
-        "DTensor takes an empty list of dims for none, torch for all of them",
+        "an empty list of dims reduces all dims, as in torch",
     ),
     Hook(
         "keras.src.backend.torch.optimizers.torch_parallel_optimizer:"
@@ -248,13 +256,14 @@ TABLE = [
         f"{_DTENSOR}._op_dispatcher",
         "_custom_op_handlers",
         table.with_handlers,
-        "operations are split, or drawn, as one process does",
+        "operations give the numbers of one process",
     ),
     Hook(
         f"{_DTENSOR}._op_dispatcher",
         # A setting of each thread.
         "_allow_implicit_replication",
         lambda original: True,
-        "plain tensors, equal in all processes, meet distributed ones",
+        "operations accept plain tensors, equal in all processes, with "
+        "DTensors",
     ),
 ]

@@ -67,7 +67,7 @@ def launch(plan, argv):
     if plan.processes not in (None, plan.devices):
         raise ValueError(
             "On torch each device has a process of its own. Leave "
-            f"`--processes` out, or ask for {plan.devices}. Received: "
+            f"`--processes` out, or set it to {plan.devices}. Received: "
             f"--devices {plan.devices} --processes {plan.processes}"
         )
     per_host = plan.devices // max(len(plan.hosts), 1)

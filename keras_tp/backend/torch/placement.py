@@ -62,9 +62,9 @@ def to_torch_mesh(device_mesh):
     if sorted(indices) != list(range(world)):
         raise ValueError(
             "torch runs one process per device, and every process takes part "
-            f"in every step, so a mesh of several devices has to hold all "
-            f"{world} of them (a mesh of one device keeps a copy in each "
-            f"process). {launcher.how_to_launch(len(devices))} Received: "
+            f"in every step. A mesh of several devices must hold all {world} "
+            "devices; a mesh of one device keeps a copy in each process. "
+            f"{launcher.how_to_launch(len(devices))} Received: "
             f"devices={devices}"
         )
     processes.start()

@@ -23,11 +23,11 @@ def hook_initialize(original):
             return original(self, value)
         if isinstance(value, torch.nn.Parameter):
             raise NotImplementedError(
-                "A parameter of a torch module cannot be distributed: "
-                f"variable {self.path!r} would have to share it. Build the "
-                "model before you set a distribution and call "
-                "`keras_tp.distribution.distribute_model`, or write the "
-                f"module as Keras layers. Received: {type(value)} of shape "
+                "A parameter of a torch module cannot be distributed, but "
+                f"variable {self.path!r} has to share it. Build the model "
+                "before you set a distribution and call "
+                "`keras_tp.distribution.distribute_model`, or write the module "
+                f"as Keras layers. Received: {type(value)} of shape "
                 f"{tuple(value.shape)}"
             )
         value = core.convert_to_tensor(value, dtype=self._dtype)

@@ -150,7 +150,7 @@ def convolution(
     is_grouped = not channels_first and filters.shape[-2] != input.shape[-1]
     if _needs_windows(rank, dilations) or (rank == 3 and is_grouped):
         _check_channels_last(
-            "a convolution of 1 dim, or dilated,", data_format, padding
+            "a 1D or dilated convolution", data_format, padding
         )
         if is_grouped:
             count = input.shape[-1] // filters.shape[-2]

@@ -28,8 +28,8 @@ def ctc_loss(
     if None in (*logits.shape[1:], *labels.shape[1:]):
         raise ValueError(
             "Under a distribution, `ctc_loss` needs shapes that are known when "
-            "the step is traced, but for the batch's. Received: "
-            f"target with shape={tuple(labels.shape)}, output with "
+            "the step is traced, except for the batch dim. Received: target "
+            f"with shape={tuple(labels.shape)}, output with "
             f"shape={tuple(logits.shape)}"
         )
     dtype = keras_backend.result_type(logits.dtype, "float32")

@@ -194,9 +194,9 @@ def refused(name):
 def _refuse(what):
     raise NotImplementedError(
         f"keras_tp has no rule for {what} under a distribution on TensorFlow: "
-        "DTensor's own would depend on the devices. Draw them in the data "
-        "pipeline and pass them to the model as an input, or use uniform "
-        f"or normal numbers of float32. Received: {what}"
+        "DTensor's own random numbers depend on the devices. Draw the numbers "
+        "in the data pipeline and pass them to the model as an input, or use "
+        f"uniform or normal numbers of float32. Received: {what}"
     )
 
 

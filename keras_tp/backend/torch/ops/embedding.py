@@ -46,9 +46,9 @@ def embedding(original):
         norm_type = given.pop("norm_type", None)
         if any(value not in (None, False) for value in given.values()):
             raise NotImplementedError(
-                "A distributed embedding has no `padding_idx`, no `max_norm`, "
-                f"and dense gradients only. Received: norm_type={norm_type}, "
-                f"{given}"
+                "A distributed embedding does not support `padding_idx`, "
+                "`max_norm`, `scale_grad_by_freq` or `sparse`. Received: "
+                f"norm_type={norm_type}, {given}"
             )
         return _lookup(original, input, weight)
 
@@ -129,6 +129,6 @@ def _check_ids(ids, rows):
     elif outside.any():
         raise IndexError(
             f"The table of {current_path() or 'an embedding'} has {rows} rows, "
-            "and ids have to be at least 0 and less than that. Received: an id "
+            f"so ids must be at least 0 and less than {rows}. Received: an id "
             f"of {ids[outside][0].item()}"
         )

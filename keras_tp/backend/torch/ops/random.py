@@ -45,8 +45,8 @@ def _plain_like(op, tensor):
     """Returns a plain tensor without values, of a DTensor's shape."""
     if any(p.is_partial() for p in tensor.placements):
         raise NotImplementedError(
-            f"{op} cannot draw numbers for a tensor whose parts are not added "
-            f"up yet. Received: placements={tensor.placements}"
+            f"{op} cannot draw numbers for a tensor of partial sums. Received: "
+            f"placements={tensor.placements}"
         )
     return torch.empty_strided(
         tensor.shape,

@@ -198,9 +198,9 @@ def _own_way(op, args, kwargs):
 def refused(op, args, kwargs):
     """Raises: the numbers drawn would depend on the number of devices."""
     raise NotImplementedError(
-        f"{op} draws as many numbers as its values ask for, which differ "
-        "between devices. Apply it to a tensor that is not distributed, or "
-        "write it with `keras.random`."
+        f"The random numbers of {op} depend on the values of its input, which "
+        "differ between devices. Apply it to a tensor that is not distributed, "
+        "or use `keras.random`."
     )
 
 

@@ -103,11 +103,11 @@ def written_to(op, tensor):
             viewed.untyped_storage().data_ptr()
         ):
             raise NotImplementedError(
-                f"{op} would write into a copy: the view is of a dim that is "
+                f"{op} would write into a copy, because the dim of the view is "
                 "split over devices. Write with `x[index] = value` or "
-                "`keras.ops.slice_update`. Received: view of shape="
-                f"{tuple(tensor.shape)} of a tensor of shape="
-                f"{tuple(base.shape)}, placements={base.placements}"
+                "`keras.ops.slice_update`. Received: view of "
+                f"shape={tuple(tensor.shape)} of a tensor of "
+                f"shape={tuple(base.shape)}, placements={base.placements}"
             )
     settled = placement.settled(tensor)
     tensor._local_tensor, tensor._spec = settled._local_tensor, settled._spec
