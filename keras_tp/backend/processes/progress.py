@@ -10,7 +10,7 @@ and do not count as stuck.
 import collections
 import contextlib
 import math
-import os
+import pathlib
 import sys
 import sysconfig
 import threading
@@ -249,7 +249,7 @@ def _of_method():
 
 _LIBRARIES = (
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+    str(pathlib.Path(__file__).resolve().parents[2]),
     "<frozen",
 )
 

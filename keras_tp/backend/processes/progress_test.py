@@ -1,3 +1,5 @@
+import pathlib
+
 import pytest
 
 from keras_tp.backend.processes import progress
@@ -114,3 +116,14 @@ def test_steps_and_places():
     assert progress.own_state().place == "the script, after `fit`"
     failed = progress.failed_state()
     assert (failed.kind, failed.place) == (TOGETHER, "A collective in `fit`")
+
+
+@pytest.mark.parametrize("folder", ["distribution", "backend/torch"])
+def test_the_line_of_user_code_is_not_one_of_keras_tp(folder):
+    root = pathlib.Path(progress.__file__).resolve().parents[2]
+    source = "def entry(call):\n    return call()\n"
+    names = {}
+    exec(compile(source, str(root / folder / "model_hooks.py"), "exec"), names)
+    # This test is in the package, so it is no user code either.
+    line = names["entry"](progress._line)
+    assert "model_hooks.py" not in line
