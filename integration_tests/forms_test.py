@@ -338,7 +338,7 @@ def test_losses_are_those_of_one_device(kind, form, use, where):
         got = run(kind, use, model)
     np.testing.assert_allclose(got, losses, rtol=1e-5)
     assert model._planned_under is parallel
-    planned = {row.path: row.layout_axes for row in parallel.plan.variables}
+    planned = {row.path: row.axes for row in parallel.plan.variables}
     report = dist.describe(model)
     split = [row for row in report.rows if row.is_split]
     assert split

@@ -29,6 +29,7 @@ SHARED = [
         f"integration_tests/{name}_test.py"
         for name in (
             "bad_input",
+            "blocks",
             "callbacks",
             "collectives",
             "communication",

@@ -21,6 +21,7 @@ from keras_tp.distribution.planning import model_inputs
 from keras_tp.distribution.planning import trace
 from keras_tp.distribution.sharding_plan import plan_sharding
 from keras_tp.distribution.tensor_layout import format_bytes
+from keras_tp.distribution.tensor_layout import layout_like
 from keras_tp.distribution.tensor_parallel import TensorParallel
 
 # Of these numbers of layers, the law of a deep model is made. The first and
@@ -386,5 +387,7 @@ def _moved(distribution, mesh, build_fn, input_spec):
     if given is not None:
         made._layout_map = LayoutMap(mesh)
         for pattern, layout in given.items():
-            made._layout_map[pattern] = tuple(layout.axes)
+            made._layout_map[pattern] = layout_like(
+                layout.axes, layout, device_mesh=mesh
+            )
     return made

@@ -17,7 +17,7 @@ from keras.src.layers import EinsumDense
 from keras.src.layers import Embedding
 
 from keras_tp.distribution.tensor_layout import axis_size
-from keras_tp.distribution.tensor_layout import uneven_layout
+from keras_tp.distribution.tensor_layout import layout_like
 
 # A kernel's name -> the attribute that holds it.
 _KERNELS = {
@@ -131,9 +131,7 @@ def layout_for(variable, named=None):
     else:
         why = f"{source.path!r} is replicated"
     variable._origin = variable._origin._replace(follows=why)
-    layout = source.layout
-    uneven = getattr(layout, "uneven", False)
-    return uneven_layout(axes, layout.device_mesh, uneven)
+    return layout_like(axes, source.layout, () if obstacles else dims)
 
 
 def derived_of(layer):
@@ -168,8 +166,14 @@ def _follow(source, dims, shape):
         count = axis_size(source.layout.device_mesh, axis)
         # A dim of the same size is split as the kernel's is, if unevenly.
         is_alike = dim is not None and shape[i] == source.shape[dim]
-        if shape[i] % count == 0 or is_alike:
+        in_blocks = dim in getattr(source.layout, "blocks", {})
+        if is_alike or shape[i] % count == 0 and not in_blocks:
             axes[i] = axis
+        elif in_blocks:
+            obstacles.append(
+                f"dim {i} of size {shape[i]} does not have the blocks of dim "
+                f"{dim}, of size {source.shape[dim]}"
+            )
         else:
             obstacles.append(
                 f"dim {i} holds the {source.shape[dim]} values of dim {dim} in "

@@ -300,23 +300,28 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
                 what = f"variable {variable.path!r}"
                 uneven = getattr(layout, "uneven", False)
                 check_layout(layout, shape, what, uneven)
-                layout = self._even(layout, variable)
+                layout = self._possible(layout, variable)
         return self._replicated(shape) if layout is None else layout
 
-    def _even(self, layout, variable):
-        """Returns a layout with parts of one size, if the backend needs it."""
+    def _possible(self, layout, variable):
+        """Returns a layout without the splits that the backend lacks."""
         shape = tuple(variable.shape)
         lib = backend.distribution_lib
-        if lib.splits_unevenly() or not is_uneven(shape, layout):
+        blocks = getattr(layout, "blocks", {})
+        uneven = not lib.splits_unevenly() and is_uneven(shape, layout)
+        if not uneven and (lib.splits_in_blocks() or not blocks):
             return layout
         axes = [
-            None if size % axis_size(self.device_mesh, axis) else axis
-            for size, axis in zip(shape, layout.axes)
+            None
+            if size % axis_size(self.device_mesh, axis) or dim in blocks
+            else axis
+            for dim, (size, axis) in enumerate(zip(shape, layout.axes))
         ]
+        lacks = "parts of different sizes" if uneven else "dims of blocks"
         warnings.warn(
-            f"Layout {layout.axes} does not divide variable {variable.path!r} "
-            f"of shape {shape}, and this backend has no parts of different "
-            f"sizes. The layout becomes {tuple(axes)}.",
+            f"Layout {layout.axes} does not fit variable {variable.path!r} of "
+            f"shape {shape}, because this backend has no {lacks}. The layout "
+            f"becomes {tuple(axes)}.",
             stacklevel=2,
         )
         return TensorLayout(axes, self.device_mesh)

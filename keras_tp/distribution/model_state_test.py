@@ -50,7 +50,7 @@ def pair(name=None):
 def assert_planned(model, distribution):
     assert distribution.plan.model_name == model.name
     for variable in model.weights:
-        axes = distribution.plan[variable.path].layout_axes
+        axes = distribution.plan[variable.path].axes
         assert tuple(variable._layout.axes) == axes
         assert tuple(keras_tp.backend.distribution_lib.variable_axes(variable))
 
@@ -61,7 +61,7 @@ def test_a_model_of_several_inputs_is_planned_as_it_is_called():
         model = TwoInputs()
     outputs = model(X, ids=IDS)
     assert_planned(model, distribution)
-    axes = distribution.plan[model.up.kernel.path].layout_axes
+    axes = distribution.plan[model.up.kernel.path].axes
     assert axes == (None, "model"), str(distribution.plan)
     assert keras.ops.shape(outputs) == (4, 5, 8)
 

@@ -7,8 +7,8 @@ from keras_tp.backend import hooks
 from keras_tp.distribution import variable_origin
 from keras_tp.distribution.tensor_layout import axis_names
 from keras_tp.distribution.tensor_layout import axis_size
+from keras_tp.distribution.tensor_layout import layout_like
 from keras_tp.distribution.tensor_layout import split_largest_dim
-from keras_tp.distribution.tensor_layout import uneven_layout
 
 
 @hooks.around
@@ -93,7 +93,7 @@ def slot_layout(layout, shape, dims, distribution):
     is_sharded = getattr(distribution, "shard_optimizer", False)
     if is_sharded and batch not in used and axis_size(mesh, batch) > 1:
         axes = split_largest_dim(axes, shape, batch, mesh)
-    return uneven_layout(axes, mesh, getattr(layout, "uneven", False))
+    return layout_like(axes, layout, dims)
 
 
 def _kept_dims(name, slot, variable):

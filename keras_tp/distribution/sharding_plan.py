@@ -23,7 +23,6 @@ from keras_tp.distribution.tensor_layout import axis_sizes
 from keras_tp.distribution.tensor_layout import format_bytes
 from keras_tp.distribution.tensor_layout import is_uneven
 from keras_tp.distribution.tensor_layout import part_shape
-from keras_tp.distribution.tensor_layout import uneven_layout
 
 
 class ShardingPlan:
@@ -52,6 +51,8 @@ class ShardingPlan:
         split_outputs: List of `Size`, bytes of each model output that is split.
         without_rule: Dict of kind of operation or layer to path, with the first
             one of each kind that has no planning rule.
+        instead: Dict of path to the `PlannedVariable` that this backend uses,
+            for variables that it cannot split as planned. Not saved.
     """
 
     # The advice in an error about a plan in the place of another argument.
@@ -69,6 +70,7 @@ class ShardingPlan:
         activations,
         split_outputs,
         without_rule,
+        instead=None,
     ):
         self.model_name = model_name
         self.device_mesh = device_mesh
@@ -78,6 +80,7 @@ class ShardingPlan:
         self.activations = activations
         self.split_outputs = split_outputs
         self.without_rule = without_rule
+        self.instead = instead or {}
 
     def __getitem__(self, path):
         """Returns the `PlannedVariable` of a path; `KeyError` if none."""
@@ -95,11 +98,15 @@ class ShardingPlan:
         """A `LayoutMap` with the layout of every variable, by its path."""
         layout_map = LayoutMap(self.device_mesh)
         for row in self.variables:
-            layout = uneven_layout(row.layout_axes, self.device_mesh)
+            layout_map[re.escape(row.path)] = layout = self.layout_of(row)
             # Others have to divide, in a model of other sizes too.
             layout.uneven = is_uneven(row.shape, layout)
-            layout_map[re.escape(row.path)] = layout
         return layout_map
+
+    def layout_of(self, row):
+        """Returns the `TensorLayout` of a `PlannedVariable`."""
+        row = self.instead.get(row.path, row)
+        return row.layout(self.device_mesh, self.axis)
 
     @property
     def split_share(self):
@@ -202,7 +209,7 @@ class ShardingPlan:
         item = cost.item_bytes(row.dtype)
         if dtype is not None and "float" in row.dtype:
             item = cost.item_bytes(dtype)
-        part = part_shape(row.shape, row.layout_axes, self.device_mesh)
+        part = part_shape(row.shape, row.axes, self.device_mesh)
         return math.prod(part) * item
 
     # -- comparisons ---------------------------------------------------------
@@ -258,7 +265,7 @@ class ShardingPlan:
             )
         count = axis_size(self.device_mesh, self.axis)
         for dim, axis in enumerate(theirs):
-            mine, why = row.layout_axes, row.obstacles[dim]
+            mine, why = row.axes, row.obstacles[dim]
             if self.axis not in axis_names(axis) or mine[dim] == axis:
                 continue
             if row.shape[dim] % count and why:
@@ -269,7 +276,7 @@ class ShardingPlan:
         if row.is_split and not any(theirs):
             saved = row.nbytes - self.device_bytes(row)
             return (
-                f"replicated; {row.layout_axes} would save "
+                f"replicated; {row.axes} would save "
                 f"{format_bytes(saved)} on each device"
             )
         return ""
@@ -424,6 +431,7 @@ def plan_sharding(
         **planner.plan_graph(
             *(graph, device_mesh, overrides, fully_shard),
             uneven=backend.distribution_lib.splits_unevenly(),
+            in_blocks=backend.distribution_lib.splits_in_blocks(),
         ),
     )
 

@@ -2,6 +2,7 @@
 
 import collections
 import math
+import types
 
 from keras.src.distribution import distribution_lib as keras_lib
 
@@ -34,12 +35,17 @@ class TensorLayout(keras_lib.TensorLayout):
             that it does not divide, such as a vocabulary of 50257 words over
             4 devices. The last device then holds a smaller part. Defaults to
             `False`: such a layout is an error.
+        blocks: Dict of a split dim of a variable to the number of blocks that
+            it consists of, one after the other, such as `{1: 3}` for a kernel
+            that projects to queries, keys and values. Each device then holds
+            its part of every block. Defaults to an empty dict.
 
     Raises:
         ValueError: if a mesh axis is unknown or appears twice.
     """
 
     uneven = False
+    blocks = types.MappingProxyType({})
 
     def __init__(self, axes, device_mesh=None):
         super().__init__(_checked_axes(axes), device_mesh)
@@ -52,14 +58,30 @@ class TensorLayout(keras_lib.TensorLayout):
         return self._backend_layout
 
     def stored_shape(self, shape):
-        """Returns a shape with each dim padded to a multiple of its parts.
+        """Returns the shape that devices split into parts of one size.
 
-        It is `shape` itself unless the layout is an uneven one of this shape.
+        A dim that its parts do not divide is padded to a multiple of them. A
+        dim of several blocks becomes two: the blocks, and the split dim of
+        each. Other layouts keep `shape`.
         """
-        if not self.uneven or self.device_mesh is None:
+        if self.device_mesh is None or not (self.uneven or self.blocks):
             return tuple(shape)
-        counts = [axis_size(self.device_mesh, axis) for axis in self.axes]
-        return tuple(-(-n // k) * k for n, k in zip(shape, counts))
+        stored = []
+        for dim, (size, axis) in enumerate(zip(shape, self.axes)):
+            if dim in self.blocks:
+                stored += [self.blocks[dim], size // self.blocks[dim]]
+            else:
+                count = axis_size(self.device_mesh, axis) if self.uneven else 1
+                stored.append(-(-size // count) * count)
+        return tuple(stored)
+
+    @property
+    def stored_axes(self):
+        """The axes of the dims of `stored_shape`."""
+        axes = []
+        for dim, axis in enumerate(self.axes):
+            axes += [None, axis] if dim in self.blocks else [axis]
+        return tuple(axes)
 
     def _validate_axes(self):
         names = [name for axis in self._axes for name in axis_names(axis)]
@@ -129,18 +151,60 @@ def axis_size(device_mesh, axis):
     return math.prod(sizes[name] for name in axis_names(axis))
 
 
-def uneven_layout(axes, device_mesh, uneven=True):
-    """Returns a `TensorLayout` whose parts may have different sizes."""
+def layout_like(axes, layout, dims=None, device_mesh=None):
+    """Returns a `TensorLayout` with the options of another layout.
+
+    Args:
+        axes: Tuple with one entry for each dim.
+        layout: `TensorLayout`, of Keras or keras_tp.
+        dims: For each dim, the dim of `layout` that it follows, or `None`.
+            Defaults to `None`: the same dims.
+        device_mesh: `DeviceMesh`. Defaults to `None`: that of `layout`.
+    """
+    # Layouts of Keras have no options.
+    blocks = getattr(layout, "blocks", {})
+    dims = range(len(axes)) if dims is None else dims
+    return layout_with(
+        axes,
+        device_mesh or layout.device_mesh,
+        uneven=getattr(layout, "uneven", False),
+        blocks={i: blocks[dim] for i, dim in enumerate(dims) if dim in blocks},
+    )
+
+
+def layout_with(axes, device_mesh, uneven=False, blocks=None):
+    """Returns a `TensorLayout` with options.
+
+    Args:
+        axes: Tuple with one entry for each dim.
+        device_mesh: `DeviceMesh`.
+        uneven: Boolean. Whether parts may have different sizes. Defaults to
+            `False`.
+        blocks: Dict of dim to its number of blocks. Dims that are not split
+            are left out. Defaults to `None`.
+    """
     layout = TensorLayout(axes, device_mesh)
     layout.uneven = uneven
+    layout.blocks = {
+        dim: count
+        for dim, count in (blocks or {}).items()
+        if layout.axes[dim] is not None and count > 1
+    }
     return layout
+
+
+def splits_alike(a, b):
+    """Returns whether two layouts on one mesh split a tensor alike."""
+    blocks = (dict(getattr(layout, "blocks", {})) for layout in (a, b))
+    return tuple(a.axes) == tuple(b.axes) and next(blocks) == next(blocks)
 
 
 def is_uneven(shape, layout):
     """Returns whether a layout splits a shape into parts of different sizes."""
     # Layouts of Keras have no such attribute.
-    return getattr(layout, "uneven", False) and (
-        layout.stored_shape(shape) != tuple(shape)
+    return getattr(layout, "uneven", False) and any(
+        size % axis_size(layout.device_mesh, axis)
+        for size, axis in zip(shape, layout.axes)
     )
 
 
@@ -192,6 +256,8 @@ def check_layout(layout, shape, what, uneven=False):
             divide. Defaults to `False`.
     """
     shape = tuple(shape)
+    blocks = getattr(layout, "blocks", {})
+    uneven = uneven and not blocks
     if len(layout.axes) != len(shape):
         raise ValueError(
             "A layout must have one entry for each dim of its tensor. The "
@@ -200,6 +266,13 @@ def check_layout(layout, shape, what, uneven=False):
         )
     for dim, (size, axis) in enumerate(zip(shape, layout.axes)):
         count = axis_size(layout.device_mesh, axis)
+        if blocks.get(dim, 1) > 1 and size % (blocks[dim] * count):
+            raise ValueError(
+                f"Dim {dim} of the {what} of shape {shape} cannot consist of "
+                f"{blocks[dim]} blocks that are each split over {count} "
+                f"devices: {blocks[dim]} x {count} does not divide {size}. "
+                f"Received: blocks={dict(blocks)}"
+            )
         if isinstance(size, int) and size % count and not uneven:
             divisors = [n for n in range(1, size + 1) if size % n == 0]
             shown = ", ".join(str(n) for n in divisors[:12])

@@ -89,7 +89,7 @@ def test_bytes_as_text():
 
 
 def test_layouts_with_parts_of_different_sizes(mesh):
-    layout = tensor_layout.uneven_layout(("model", None), mesh)
+    layout = tensor_layout.layout_with(("model", None), mesh, True)
     assert layout.stored_shape((10, 4)) == (12, 4)
     assert tensor_layout.is_uneven((10, 4), layout)
     assert tensor_layout.part_shape((10, 4), layout.axes, mesh) == (4, 4)
@@ -100,3 +100,22 @@ def test_layouts_with_parts_of_different_sizes(mesh):
     tensor_layout.check_layout(layout, (10, 4), "variable 'w'", uneven=True)
     with pytest.raises(ValueError, match="size 10.*layout.uneven = True"):
         tensor_layout.check_layout(layout, (10, 4), "tensor")
+
+
+def test_layouts_of_dims_in_blocks(mesh):
+    blocks = {0: 3, 1: 2, 2: 1}
+    axes = (None, "model", None)
+    layout = tensor_layout.layout_with(axes, mesh, True, blocks)
+    # A dim that is not split needs no blocks.
+    assert layout.blocks == {1: 2}
+    assert layout.stored_shape((4, 12, 5)) == (4, 2, 6, 5)
+    assert layout.stored_axes == (None, None, "model", None)
+    tensor_layout.check_layout(layout, (4, 12, 5), "variable 'w'")
+    with pytest.raises(ValueError, match="2 blocks.*2 x 3 does not divide 15"):
+        tensor_layout.check_layout(layout, (4, 15, 5), "tensor", uneven=True)
+    slot = tensor_layout.layout_like(("model",), layout, [1])
+    assert slot.blocks == {0: 2} and slot.uneven
+    assert tensor_layout.splits_alike(layout, layout)
+    plain = dist.TensorLayout(axes, mesh)
+    assert not tensor_layout.splits_alike(layout, plain)
+    assert tensor_layout.layout_like(axes, plain).blocks == {}

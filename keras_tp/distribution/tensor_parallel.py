@@ -23,8 +23,9 @@ from keras_tp.distribution.sharding_plan import ShardingPlan
 from keras_tp.distribution.sharding_plan import plan_sharding
 from keras_tp.distribution.tensor_layout import axis_size
 from keras_tp.distribution.tensor_layout import format_bytes
+from keras_tp.distribution.tensor_layout import layout_with
 from keras_tp.distribution.tensor_layout import split_largest_dim
-from keras_tp.distribution.tensor_layout import uneven_layout
+from keras_tp.distribution.tensor_layout import splits_alike
 
 
 class TensorParallel(ModelParallel):
@@ -120,23 +121,22 @@ class TensorParallel(ModelParallel):
             return variable._layout
         if self._is_given:
             self._check_shape(variable)
-            axes = self._axes_of_quantized(variable)
-            if axes is None:
+            layout = self._layout_of_quantized(variable)
+            if layout is None:
                 return super().get_variable_layout(variable)
-            layout = uneven_layout(axes, self.device_mesh)
-            return self._even(layout, variable)
+            return self._possible(layout, variable)
         if not _is_weight(variable):
             return self._replicated(shape)
-        axes = self._axes_of(variable)
-        if axes is None:
+        layout = self._layout_of(variable)
+        if layout is None:
             # A variable that is added before planning will be in the plan.
             layout = self.plan and derived_variables.layout_for(variable)
             if layout is not None:
-                self._note(variable, layout.axes)
+                self._note(variable, layout)
                 return layout
             variable._awaits_plan = True
-            axes = _largest_dim_split(shape, self.device_mesh)
-        return uneven_layout(axes, self.device_mesh)
+            layout = _largest_dim_split(shape, self.device_mesh)
+        return layout
 
     def _check_shape(self, variable):
         """Raises `ValueError` if the plan is for a model of other sizes."""
@@ -157,8 +157,8 @@ class TensorParallel(ModelParallel):
                 f"plan={self.plan!r}"
             )
 
-    def _axes_of_quantized(self, variable):
-        """Returns the axes from the plan of a quantized model, or `None`.
+    def _layout_of_quantized(self, variable):
+        """Returns the layout from the plan of a quantized model, or `None`.
 
         The model may be quantized after it is built. Until then, a kernel that
         will be replaced is split along its largest dim that divides evenly.
@@ -169,17 +169,17 @@ class TensorParallel(ModelParallel):
         if variable._dtype != "int8":
             return _largest_dim_split(tuple(variable.shape), self.device_mesh)
         is_alike = row.shape == tuple(variable.shape)
-        return row.layout_axes if is_alike else None
+        return self.plan.layout_of(row) if is_alike else None
 
-    def _note(self, variable, axes):
-        self._planned[id(variable)] = weakref.ref(variable), axes
+    def _note(self, variable, layout):
+        self._planned[id(variable)] = weakref.ref(variable), layout
         variable._awaits_plan = False
 
-    def _axes_of(self, variable):
-        """Returns the axes recorded for a variable, or `None`."""
-        found, axes = self._planned.get(id(variable), (lambda: None, None))
+    def _layout_of(self, variable):
+        """Returns the layout recorded for a variable, or `None`."""
+        found, layout = self._planned.get(id(variable), (lambda: None, None))
         # Python may reuse the id of a variable that is gone.
-        return axes if found() is variable else None
+        return layout if found() is variable else None
 
     def plan_model(self, model):
         """Plans a built model, unless a plan was given; moves nothing."""
@@ -201,8 +201,12 @@ class TensorParallel(ModelParallel):
             # values while GPTQ quantizes it. One of another shape than the
             # plan's is replicated.
             is_alike = row.shape == shape
-            axes = row.layout_axes if is_alike else (None,) * len(shape)
-            self._note(variable, axes)
+            layout = (
+                self.plan.layout_of(row)
+                if is_alike
+                else self._replicated(shape)
+            )
+            self._note(variable, layout)
 
     def can_check(self, model):
         return self._is_given or model_inputs.are_known(model)
@@ -210,7 +214,7 @@ class TensorParallel(ModelParallel):
     def check_model(self, model):
         """Plans a model that was not planned yet, and moves its variables."""
         is_planned = getattr(model, "_planned_under", None) is self and all(
-            self._axes_of(variable) is not None for variable in model.weights
+            self._layout_of(variable) is not None for variable in model.weights
         )
         if not self._is_given and not is_planned:
             try:
@@ -238,7 +242,9 @@ class TensorParallel(ModelParallel):
     def why_replicated(self, variable):
         """Returns why the plan replicates a variable."""
         row = self._row(variable)
-        return "not in the plan" if row is None else row.why
+        if row is None:
+            return "not in the plan"
+        return self.plan.instead.get(row.path, row).why
 
     def _row(self, variable):
         """Returns the row of a variable, whose model may be renamed."""
@@ -320,9 +326,11 @@ def _is_weight(variable):
 
 
 def _largest_dim_split(shape, device_mesh):
-    """Returns axes that split the largest dim that divides evenly."""
+    """Returns a layout that splits the largest dim that divides evenly."""
     axis = planner.model_axis(device_mesh)
-    return split_largest_dim([None] * len(shape), shape, axis, device_mesh)
+    whole = [None] * len(shape)
+    axes = split_largest_dim(whole, shape, axis, device_mesh)
+    return layout_with(axes, device_mesh, uneven=True)
 
 
 def _move_to_plan(model, distribution):
@@ -333,6 +341,6 @@ def _move_to_plan(model, distribution):
         before = variable._layout
         # A variable that followed its kernel is in the plan now.
         variable._origin = made
-        if before is None or tuple(before.axes) != tuple(layout.axes):
+        if before is None or not splits_alike(before, layout):
             lib.relayout_variable(variable, layout)
             optimizer_slots.note_slot_layout(variable)

@@ -18,8 +18,8 @@ from jax.experimental import topologies
 from keras.src import tree
 
 from keras_tp.backend.jax import batches
-from keras_tp.backend.jax import padding
 from keras_tp.backend.jax import schedule
+from keras_tp.backend.jax import storage
 
 # XLA's description of the device, as in its `specs/h100_sxm.txtpb`. The
 # versions are those of the CUDA libraries that jax's packages depend on.
@@ -181,7 +181,7 @@ def compile_step(model, layouts, x, y, distribution):
     def abstract(variable):
         layout = variable._layout = layouts(variable)
         return jax.ShapeDtypeStruct(
-            padding.shape_in(variable, layout),
+            storage.shape_in(variable, layout),
             variable._dtype,
             sharding=layout.backend_layout,
         )

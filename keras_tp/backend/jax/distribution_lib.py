@@ -4,6 +4,7 @@ GSPMD inserts the collectives. Keras's own JAX module does most of the work.
 CONTRIBUTING.md lists the functions for every backend.
 """
 
+import copy
 import functools
 import os
 import re
@@ -19,8 +20,8 @@ from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import batches
 from keras_tp.backend.jax import collective_counter
 from keras_tp.backend.jax import hooks
-from keras_tp.backend.jax import padding
 from keras_tp.backend.jax import processes
+from keras_tp.backend.jax import storage
 from keras_tp.backend.processes import commands
 from keras_tp.backend.processes import supervisor
 
@@ -152,6 +153,14 @@ def splits_unevenly():
     return True
 
 
+def splits_in_blocks():
+    """Returns whether each block of a dim may be split.
+
+    JAX stores the blocks along a dim of their own.
+    """
+    return True
+
+
 def distribute_tensor(tensor, layout):
     """Changes the layout of a tensor, eagerly or while tracing.
 
@@ -201,8 +210,8 @@ def relayout_variable(variable, layout):
     if layout is None:
         # Through the host: a plain array must not be committed to a device.
         moved = jax.numpy.asarray(np.asarray(variable.value))
-    elif padding.is_stored(variable, layout):
-        moved = padding.moved(variable, layout)
+    elif storage.is_stored(variable, layout):
+        moved = storage.moved(variable, layout)
     else:
         moved = arrays.place(value, layout.backend_layout)
     moved.block_until_ready()
@@ -236,7 +245,10 @@ def variable_axes(variable):
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None
     axes = tuple(sharding.spec)
-    return axes + (None,) * (variable._value.ndim - len(axes))
+    axes += (None,) * (variable._value.ndim - len(axes))
+    dim = storage.block_dim(variable)
+    # The dim in front of the split one counts the blocks.
+    return axes if dim is None else axes[:dim] + axes[dim + 1 :]
 
 
 def why_gathered(variable, layer):
@@ -363,4 +375,9 @@ def _to_backend_mesh(device_mesh):
 
 
 def _to_backend_layout(tensor_layout):
+    if getattr(tensor_layout, "blocks", None):
+        stored = copy.copy(tensor_layout)
+        stored._axes = tensor_layout.stored_axes
+        stored.blocks = {}
+        tensor_layout = stored
     return keras_lib._to_backend_layout(tensor_layout)

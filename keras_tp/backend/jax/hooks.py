@@ -10,10 +10,11 @@ from keras_tp.backend.hooks import around
 from keras_tp.backend.hooks import methods_row
 from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import batches
-from keras_tp.backend.jax import padding
+from keras_tp.backend.jax import blocks
 from keras_tp.backend.jax import pooling
 from keras_tp.backend.jax import processes
 from keras_tp.backend.jax import programs
+from keras_tp.backend.jax import storage
 from keras_tp.backend.processes import callbacks
 from keras_tp.backend.processes import data_shards
 from keras_tp.backend.saving import one_writer
@@ -48,8 +49,8 @@ class _Trainer:
     """Methods of `JAXTrainer`."""
 
     _make_function = programs.make_function
-    _get_jax_state = padding.as_stored
-    _get_state_sharding_spec = padding.as_stored
+    _get_jax_state = storage.as_stored
+    _get_state_sharding_spec = storage.as_stored
     predict_on_batch = batches.predict_on_batch
 
     def _symbolic_build(original, self, iterator=None, data_batch=None):
@@ -135,22 +136,27 @@ TABLE = [
         programs.hook_fast_path,
         "programs with collectives on CPUs run one after the other",
     ),
+    methods_row(
+        f"{_KERAS}.numpy",
+        blocks.Functions,
+        "the blocks of a product, such as queries and keys, stay split",
+    ),
     Hook(
         "keras.src.backend.common.stateless_scope:StatelessScope",
         "__init__",
-        padding.hook_scope,
-        "the state of a step keeps the padding of its dims",
+        storage.hook_scope,
+        "the state of a step has the shapes that variables are stored in",
     ),
     methods_row(
         f"{_KERAS}.core:JaxVariable",
-        padding.Variable,
-        "a dim that the devices do not divide is stored with padding",
+        storage.Variable,
+        "dims of blocks, or that devices do not divide, are stored and split",
     ),
     Hook(
         f"{_KERAS}.optimizer:JaxOptimizer",
         "_backend_apply_gradients",
-        padding.hook_apply_gradients,
-        "gradients of a padded dim have no padding",
+        storage.hook_apply_gradients,
+        "gradients of stored arrays have the shape of what they update",
     ),
     *callbacks.table(),
     *one_writer.table(arrays.is_distributed),

@@ -104,6 +104,11 @@ def is_tracing():
     return not tf.executing_eagerly()
 
 
+def splits_in_blocks():
+    """Returns whether each block of a dim may be split. DTensor cannot."""
+    return False
+
+
 def splits_unevenly():
     """Returns whether a dim may be split that a mesh axis does not divide.
 

@@ -97,6 +97,14 @@ def splits_unevenly():
     return True
 
 
+def splits_in_blocks():
+    """Returns whether each block of a dim may be split.
+
+    DTensor has a placement for it.
+    """
+    return True
+
+
 def distribute_tensor(tensor, layout):
     """Changes the layout of a tensor; a plain one is equal in all processes."""
     placed = placement.as_placement(layout)
@@ -110,7 +118,7 @@ def distribute_tensor(tensor, layout):
         tensor = placement.replicate(tensor, placed.mesh)
     if tensor.placements == placed.placements:
         return tensor
-    return tensor.redistribute(placed.mesh, placed.placements)
+    return placement.redistributed(tensor, placed.placements)
 
 
 def distribute_data_input(per_process_batch, layout, batch_dim_name):

@@ -163,6 +163,12 @@ TABLE = [
     ),
     Hook(
         _NUMPY,
+        "split",
+        reshape.hook_split,
+        "queries, keys and values of one product stay split",
+    ),
+    Hook(
+        _NUMPY,
         "repeat",
         reshape.hook_repeat,
         "KV heads can be repeated if they are fewer than the devices",

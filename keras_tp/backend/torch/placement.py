@@ -17,6 +17,9 @@ from torch.distributed.tensor._utils import (
     compute_local_shape_and_global_offset,
 )
 
+# A dim of several blocks, of which each shard holds its part of every block.
+from torch.distributed.tensor.placement_types import _StridedShard as InBlocks
+
 from keras_tp.backend.torch import launcher
 from keras_tp.backend.torch import processes
 
@@ -36,7 +39,15 @@ class Placement(collections.namedtuple("Placement", ["mesh", "placements"])):
     @property
     def is_split(self):
         """Whether a dim of the tensor is split."""
-        return any(p.is_shard() for p in self.placements)
+        return any(map(is_shard, self.placements))
+
+
+def is_shard(placed):
+    """Returns whether a DTensor placement splits a dim, in blocks or not.
+
+    `placed.is_shard()` is `False` for a dim in blocks.
+    """
+    return placed.is_shard() or isinstance(placed, InBlocks)
 
 
 def to_torch_mesh(device_mesh):
@@ -93,11 +104,17 @@ def to_placement(layout):
     if mesh is None:
         return Placement(None, ())
     placements = [Replicate()] * mesh.ndim
+    # Layouts of Keras have no such attribute.
+    blocks = getattr(layout, "blocks", {})
     for dim, axis in enumerate(layout.axes):
         for name in _names(axis):
             # A dim over several axes is split in the order of the mesh.
             if name in mesh.mesh_dim_names:
-                placements[mesh.mesh_dim_names.index(name)] = Shard(dim)
+                placements[mesh.mesh_dim_names.index(name)] = (
+                    InBlocks(dim, split_factor=blocks[dim])
+                    if dim in blocks
+                    else Shard(dim)
+                )
     return Placement(mesh, tuple(placements))
 
 
@@ -121,7 +138,7 @@ def axes_of(tensor, layout):
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         for axis, placement in zip(mesh.mesh_dim_names, tensor.placements):
-            if placement.is_shard():
+            if is_shard(placement):
                 names[placement.dim].append(axis)
     order = list(sizes)
     axes = []
@@ -144,8 +161,36 @@ def from_full(value, placement):
     return _wrap(local, mesh, placements, value.shape)
 
 
+def redistributed(tensor, placements):
+    """Returns a DTensor with other placements on its mesh. A collective."""
+    if any(
+        isinstance(old, InBlocks) != isinstance(new, InBlocks)
+        and is_shard(old)
+        and is_shard(new)
+        for old, new in zip(tensor.placements, placements)
+    ):
+        # DTensor has no exchange between these.
+        whole = [
+            Replicate() if is_shard(placed) else placed
+            for placed in tensor.placements
+        ]
+        tensor = tensor.redistribute(placements=whole)
+    return tensor.redistribute(placements=placements)
+
+
 def part_of(value, mesh, placements):
-    """Returns this process's part of a plain tensor, as a view."""
+    """Returns this process's part of a plain tensor, as a view if possible."""
+    for i, placed in enumerate(placements):
+        if isinstance(placed, InBlocks):
+            count = placed.split_factor
+            blocks = value.unflatten(placed.dim, (count, -1))
+            blocks = blocks.tensor_split(mesh.size(i), placed.dim + 1)
+            value = blocks[mesh.get_local_rank(i)]
+            value = value.flatten(placed.dim, placed.dim + 1)
+    placements = [
+        Replicate() if isinstance(placed, InBlocks) else placed
+        for placed in placements
+    ]
     shape, offset = compute_local_shape_and_global_offset(
         value.shape, mesh, placements
     )

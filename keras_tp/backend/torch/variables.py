@@ -100,7 +100,7 @@ def lay_out(variable, value, layout):
     if _stays_plain(variable, placed):
         value = placement.to_full(value)
     elif isinstance(value, DTensor) and value.device_mesh == placed.mesh:
-        value = value.redistribute(placed.mesh, placed.placements)
+        value = placement.redistributed(value, placed.placements)
         local = value._local_tensor
         if local.untyped_storage().nbytes() > local.nbytes:
             # After a move from one split dim to another without an all-to-all,
@@ -175,4 +175,4 @@ def _redistributed(gradient, variable, mesh, placements):
         return placement.from_full(gradient, placed)
     if gradient.placements == placements:
         return gradient
-    return gradient.redistribute(mesh, placements)
+    return placement.redistributed(gradient, placements)

@@ -4,6 +4,7 @@ import collections
 import math
 
 from keras_tp.distribution.planning import cost
+from keras_tp.distribution.tensor_layout import layout_with
 
 
 class PlannedVariable(
@@ -21,18 +22,19 @@ class PlannedVariable(
         trainable: Boolean.
         axes: Tuple with `None`, a mesh axis or a tuple of mesh axes for each
             dim: the logical layout.
-        blocks: Int. If more than 1, the split dim consists of this many blocks
-            and each device should hold a part of each block. A Keras layout
-            cannot express this, so the variable is replicated.
+        blocks: Int. If more than 1, the dim that the model axis splits consists
+            of this many blocks, and each device holds a part of each block.
         why: String, the reason for the layout.
         obstacles: Tuple with a string for each dim: why the planner cannot
             split it, or an empty string.
     """
 
-    @property
-    def layout_axes(self):
-        """The axes of the layout that the variable gets."""
-        return self.axes if self.blocks == 1 else (None,) * len(self.shape)
+    def layout(self, device_mesh, axis):
+        """Returns the `TensorLayout`; `axis` is the one with the blocks."""
+        blocks = {
+            dim: self.blocks for dim, a in enumerate(self.axes) if a == axis
+        }
+        return layout_with(self.axes, device_mesh, True, blocks)
 
     @property
     def nbytes(self):
@@ -41,7 +43,7 @@ class PlannedVariable(
 
     @property
     def is_split(self):
-        return any(self.layout_axes)
+        return any(self.axes)
 
 
 class PlannedReduction(

@@ -71,7 +71,7 @@ def _without_rule(plan):
 
 def _layout(row):
     if row.blocks > 1:
-        return f"replicated ({row.axes} in {row.blocks} blocks)"
+        return f"{row.axes} in {row.blocks} blocks"
     return str(row.axes) if row.is_split else "replicated"
 
 
@@ -98,7 +98,7 @@ def page(plan):
         f"<p>{html.escape(_totals(plan))}</p>",
         _bar(plan),
         "<p>Dims: <span class='dim split'>split</span> "
-        "<span class='dim blocks'>to be split in blocks, replicated</span> "
+        "<span class='dim blocks'>each block split</span> "
         "<span class='dim whole'>whole</span></p>",
     ]
     body += [f"<p>{html.escape(line)}</p>" for line in _without_rule(plan)]

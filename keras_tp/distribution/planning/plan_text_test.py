@@ -33,7 +33,7 @@ def test_table():
     ]
     text = plan_text.table(plan(rows, [reduction("up")]))
     assert "(None, 'model') in 3 blocks" in " ".join(text.split())
-    assert "Mesh {'model': 2}: each device holds 240 B of 288 B; 33.3%" in text
+    assert "Mesh {'model': 2}: each device holds 192 B of 288 B; 66.7%" in text
     assert "1 sums over the devices" in text
     assert "No rule for Fold (first in 'f')" in text
 

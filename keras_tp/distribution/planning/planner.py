@@ -21,7 +21,12 @@ MODEL_AXIS = "model"
 
 
 def plan_graph(
-    graph, device_mesh, overrides=None, fully_shard=None, uneven=True
+    graph,
+    device_mesh,
+    overrides=None,
+    fully_shard=None,
+    uneven=True,
+    in_blocks=True,
 ):
     """Returns the arguments of a `ShardingPlan`, except its mesh, as a dict.
 
@@ -31,7 +36,10 @@ def plan_graph(
         overrides: Dict, as `plan_sharding` takes it. Defaults to `None`.
         fully_shard: String, as `plan_sharding` takes it. Defaults to `None`.
         uneven: Boolean. Whether the backend can split a large dim that the
-            devices do not divide. Defaults to `True`.
+            devices do not divide. Defaults to `True`. The plan does not depend
+            on it, only `instead` does.
+        in_blocks: Boolean. Whether the backend can split each block of a dim,
+            such as queries, keys and values. Defaults to `True`, as `uneven`.
     """
     _check_fully_shard(fully_shard, device_mesh)
     axis = model_axis(device_mesh)
@@ -41,29 +49,28 @@ def plan_graph(
         path: axes.index(axis) if axis in axes else None
         for path, axes in overridden.items()
     }
-    solution = solver.solve(graph, count, forced, uneven)
-    variables, seen = [], set()
-    for value in graph.in_order_of_use():
-        if value.path in seen:
-            continue
-        seen.add(value.path)
-        choice = solution.choices[value.path]
-        axes = [None] * value.ndim
-        if choice.dim is not None:
-            axes[choice.dim] = axis
-        row = PlannedVariable(
-            path=value.path,
-            shape=value.shape,
-            dtype=value.dtype,
-            trainable=value.trainable,
-            axes=overridden.get(value.path, tuple(axes)),
-            blocks=choice.blocks,
-            why=choice.why,
-            obstacles=tuple(choice.obstacles),
-        )
-        if fully_shard is not None and value.path not in overridden:
-            row = _fully_sharded(row, fully_shard, device_mesh)
-        variables.append(row)
+
+    def solve(**kwargs):
+        solution = solver.solve(graph, count, forced, **kwargs)
+        rows = _rows(graph, solution, axis, overridden)
+        if fully_shard is not None:
+            rows = [
+                row
+                if row.path in overridden
+                else _fully_sharded(row, fully_shard, device_mesh)
+                for row in rows
+            ]
+        return solution, rows
+
+    solution, variables = solve()
+    instead = {}
+    if not (uneven and in_blocks):
+        _, rows = solve(uneven=uneven, in_blocks=in_blocks)
+        instead = {
+            row.path: row
+            for row, planned in zip(rows, variables)
+            if (row.axes, row.blocks) != (planned.axes, planned.blocks)
+        }
     return dict(
         model_name=graph.name,
         axis=axis,
@@ -85,7 +92,33 @@ def plan_graph(
             if solution.split_dim(value) is not None
         ],
         without_rule=solution.unknown,
+        instead=instead,
     )
+
+
+def _rows(graph, solution, axis, overridden):
+    """Returns the list of `PlannedVariable`s of a solution."""
+    rows, seen = [], set()
+    for value in graph.in_order_of_use():
+        if value.path in seen:
+            continue
+        seen.add(value.path)
+        choice = solution.choices[value.path]
+        axes = [None] * value.ndim
+        if choice.dim is not None:
+            axes[choice.dim] = axis
+        row = PlannedVariable(
+            path=value.path,
+            shape=value.shape,
+            dtype=value.dtype,
+            trainable=value.trainable,
+            axes=overridden.get(value.path, tuple(axes)),
+            blocks=choice.blocks,
+            why=choice.why,
+            obstacles=tuple(choice.obstacles),
+        )
+        rows.append(row)
+    return rows
 
 
 def _check_fully_shard(axis, device_mesh):
@@ -102,12 +135,11 @@ def _check_fully_shard(axis, device_mesh):
 
 def _fully_sharded(row, axis, device_mesh):
     """Splits the largest whole dim of a `PlannedVariable` over another axis."""
-    # What is planned in blocks is whole along the model axis.
-    axes = split_largest_dim(row.layout_axes, row.shape, axis, device_mesh)
-    if axes == row.layout_axes:
+    axes = split_largest_dim(row.axes, row.shape, axis, device_mesh)
+    if axes == row.axes:
         return row
     why = f"{row.why}; split over {axis!r} and gathered before use"
-    return row._replace(axes=axes, blocks=1, why=why)
+    return row._replace(axes=axes, why=why)
 
 
 def model_axis(device_mesh):

@@ -6,6 +6,7 @@ from keras import layers
 from integration_tests import small_models
 from keras_tp import distribution
 from keras_tp.distribution.planning import planner
+from keras_tp.distribution.planning import trace
 
 
 def mesh(*shape, axis_names=("batch", "model")):
@@ -284,20 +285,52 @@ class Fused(layers.Layer):
 
 
 def test_fused_projections_are_planned_in_blocks():
-    """And nothing is shuffled, as what goes with them is whole too."""
+    """And the layers that they are combined with are split with them."""
     inputs = keras.Input((6, 32))
     outputs = layers.LayerNormalization()(Fused(name="x")(inputs))
     plan = plan_of(keras.Model(inputs, outputs))
-    assert split(plan) == {"x/a/kernel": 1, "x/a/bias": 0}
-    assert not any(row.is_split for row in plan.variables)
-    assert "goes with 'x/a/kernel'" in plan["x/b/kernel"].why
-    assert plan.collectives(4) == {"all_reduce": (0, 0)}
+    assert split(plan) == {"x/a/kernel": 1, "x/a/bias": 0, "x/b/kernel": 0}
+    # The inputs of the model need no gradient.
+    assert plan.collectives(4)["all_reduce"][0] == 1
     row = plan["x/a/kernel"]
     assert (row.axes, row.blocks) == ((None, "model"), 3)
-    # A Keras layout cannot say so.
-    assert row.layout_axes == (None, None) and not row.is_split
-    assert plan.layout_map["x/a/kernel"].axes == (None, None)
+    layout = plan.layout_map["x/a/kernel"]
+    assert layout.axes == (None, "model") and layout.blocks == {1: 3}
+    assert plan.layout_map["x/a/bias"].blocks == {0: 3}
+    assert plan.layout_map["x/b/kernel"].blocks == {}
+    assert "each of its 3 blocks is split" in row.why
     assert "in 3 blocks" in plan.summary()
+
+
+class Sliced(Fused):
+    """A fused projection whose blocks are taken by slices."""
+
+    def call(self, x):
+        y = self.a(x)
+        return self.b(y[..., :32] * y[..., 32:64] + y[..., 64:])
+
+
+def test_blocks_that_are_cut_by_slices_stay_whole():
+    inputs = keras.Input((6, 32))
+    outputs = layers.LayerNormalization()(Sliced(name="x")(inputs))
+    plan = plan_of(keras.Model(inputs, outputs))
+    assert not any(row.is_split for row in plan.variables)
+    why = plan["x/a/kernel"].why
+    assert "3 blocks in one dim, and GetItem in 'x' reads them" in why
+    assert "goes with 'x/a/kernel'" in plan["x/b/kernel"].why
+
+
+def test_a_backend_without_blocks_keeps_the_plan():
+    inputs = keras.Input((6, 32))
+    outputs = layers.LayerNormalization()(Fused(name="x")(inputs))
+    graph = trace.trace(keras.Model(inputs, outputs), None)
+    own = planner.plan_graph(graph, mesh(1, 4))
+    other = planner.plan_graph(graph, mesh(1, 4), in_blocks=False)
+    instead = other.pop("instead")
+    assert own.pop("instead") == {} and str(own) == str(other)
+    assert set(instead) == {"x/a/kernel", "x/a/bias", "x/b/kernel"}
+    assert not any(row.is_split for row in instead.values())
+    assert "this backend has no dims of blocks" in instead["x/a/kernel"].why
 
 
 def test_learned_queries_are_activations():

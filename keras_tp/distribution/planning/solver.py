@@ -12,6 +12,8 @@ import math
 
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning.dim_groups import Classes
+from keras_tp.distribution.planning.rules import rule_for
+from keras_tp.distribution.planning.rules_math import elementwise
 from keras_tp.distribution.tensor_layout import format_bytes
 
 # A split that no later operation sums over costs a gather, or splits outputs of
@@ -27,9 +29,15 @@ NOT_PREDICTED = (
 )
 # Of a dim that the devices do not divide.
 UNEVEN = "; {} does not divide by {}, so the last device holds less"
+# Of a fused projection that is split.
+EACH_BLOCK = "; each of its {} blocks is split"
 # Why a fused projection is whole, and how it could be split.
-IN_BLOCKS = "{} blocks in one dim, which no Keras layout can express"
+IN_BLOCKS = "{} blocks in one dim, and {}"
 INSTEAD = "; give them a dim of their own, or let each head have its blocks"
+NOT_HERE = "this backend has no dims of blocks"
+# Operations that a fused projection may pass between its matmul and the
+# operation that cuts it to blocks.
+_BETWEEN = ("Add", "Cast")
 # A class is skipped if less than this share of its bytes is still free.
 BROKEN_SHARE = 0.5
 
@@ -42,8 +50,8 @@ class Choice(
     Args:
         dim: Int, the dim that is split, or `None`.
         blocks: Int, number of blocks in the split dim, such as 3 for a fused
-            projection to queries, keys and values. Each device should hold a
-            part of each block.
+            projection to queries, keys and values. Each device holds a part
+            of each block.
         why: String, the reason for the choice.
         obstacles: List with a string for each dim: why it cannot be split, or
             an empty string.
@@ -86,7 +94,7 @@ class Solution:
         self.unknown = unknown
 
 
-def solve(graph, count, forced=None, uneven=True):
+def solve(graph, count, forced=None, uneven=True, in_blocks=True):
     """Chooses a split for every variable of a graph.
 
     Args:
@@ -96,18 +104,22 @@ def solve(graph, count, forced=None, uneven=True):
             that stays whole. Defaults to `None`.
         uneven: Boolean. Whether a large dim may be split that `count` does not
             divide. Defaults to `True`.
+        in_blocks: Boolean. Whether each block of a dim may be split. Defaults
+            to `True`.
 
     Returns:
         A `Solution`.
     """
-    return _Planner(graph, count, dict(forced or {}), uneven).solution()
+    forced = dict(forced or {})
+    return _Planner(graph, count, forced, uneven, in_blocks).solution()
 
 
 class _Planner(Classes):
     """Selects the classes to split, and makes a `Choice` per variable."""
 
-    def __init__(self, graph, count, forced, uneven):
+    def __init__(self, graph, count, forced, uneven, in_blocks):
         super().__init__(graph, count, uneven)
+        self._splits_blocks = in_blocks
         self.forced = forced
         self._kernels = {v.path: kernel for v, _, kernel in graph.derived}
         self._sources = {}
@@ -186,6 +198,13 @@ class _Planner(Classes):
             if not any(self.by_path[path].ndim > 1 for path in free):
                 self.skipped[root] = "no matrix is split with it"
                 continue
+            why_not = self._why_not_in_blocks(root)
+            blocks = {count for _, count in free.values()}
+            if why_not and 1 not in blocks:
+                # None of them would be split.
+                count = min(blocks)
+                self.skipped[root] = IN_BLOCKS.format(count, why_not)
+                continue
             whole_class = self._bytes({path for path, *_ in self.members[root]})
             if root not in self.is_paired and saved < enough:
                 self.skipped[root] = self._why_not_alone(root, saved, enough)
@@ -214,7 +233,7 @@ class _Planner(Classes):
             blocks > 1
             and self._why_split(self.by_path[path], dim).startswith(COLUMN)
             for path, (dim, blocks) in free.items()
-        )
+        ) and bool(self._why_not_in_blocks(root))
         # Pairs first: a small layer at the end must not break one up.
         dims = sorted((order[path], dim) for path, (dim, _) in free.items())
         lone = root not in self.is_paired
@@ -235,7 +254,7 @@ class _Planner(Classes):
         )
 
     def _plan_in_blocks(self, root, free):
-        """Notes a class that no layout can split, as it has fused dims.
+        """Notes a class that is not split, because of its fused dims.
 
         The whole class is replicated. If its other variables were split, the
         activations between them and the fused ones would be redistributed.
@@ -246,17 +265,69 @@ class _Planner(Classes):
             fused, key=lambda path: (-self.by_path[path].ndim, path)
         )
 
+    def _why_not_in_blocks(self, root):
+        """Returns why the blocks of a class are not split; empty if they are.
+
+        Each backend has a product whose result is kept as blocks, until a
+        reshape or a split takes them.
+        """
+        if not self._splits_blocks:
+            return NOT_HERE
+        if not hasattr(self, "_cut_elsewhere"):
+            self._cut_elsewhere = self._find_cuts()
+        return self._cut_elsewhere.get(root, "")
+
+    def _find_cuts(self):
+        """Returns a dict of class to the operation that keeps blocks whole."""
+        fused = {}
+        for value in self.graph.values:
+            for i, size in enumerate(value.shape):
+                root, blocks = self.class_of((value.index, i))
+                if size > 1 and blocks > 1:
+                    fused[value.index] = i, root
+        found = {}
+        made_by = {value.index: "variable" for value in self.graph.variables}
+        for step in self.graph.steps:
+            values = [*step.inputs, *step.variables]
+            for value in values:
+                if value.index in fused:
+                    dim, root = fused[value.index]
+                    if not self._keeps_blocks(step, value, dim, made_by):
+                        found.setdefault(
+                            root, f"{step.kind} in {step.path!r} reads them"
+                        )
+            made_by.update((value.index, step.kind) for value in step.outputs)
+        return found
+
+    def _keeps_blocks(self, step, value, dim, made_by):
+        """Returns whether a step reads a dim of blocks without a gather."""
+        if step.is_leaf:
+            return False
+        if step.kind == "Matmul":
+            is_kernel = made_by.get(value.index) in ("variable", "Cast")
+            return is_kernel and (value.ndim, dim) == (2, 1)
+        if step.kind == "Split":
+            return made_by.get(value.index) in ("Matmul", *_BETWEEN)
+        return (
+            step.kind in ("Reshape", *_BETWEEN) or rule_for(step) is elementwise
+        )
+
     def _choice(self, path):
         value = self.by_path[path]
         obstacles = [self.obstacle(value, i) for i in range(value.ndim)]
         dim, blocks = self.taken.get(path) or self.in_blocks.get(
             path, (None, 1)
         )
-        if blocks > 1:
+        why_not = blocks > 1 and self._why_not_in_blocks(
+            self.class_of((value.index, dim))[0]
+        )
+        if why_not:
             is_column = self._why_split(value, dim).startswith(COLUMN)
-            why = IN_BLOCKS.format(blocks) + INSTEAD * is_column
+            why = IN_BLOCKS.format(blocks, why_not) + INSTEAD * is_column
+            dim, blocks = None, 1
         elif dim is not None:
             why = self._why_split(value, dim)
+            why += EACH_BLOCK.format(blocks) * (blocks > 1)
             if value.shape[dim] % self.count:
                 why += UNEVEN.format(value.shape[dim], self.count)
         elif path in self.forced:

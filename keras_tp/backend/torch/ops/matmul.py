@@ -160,23 +160,28 @@ def _placement_of_product(operands, of_x, of_y):
     split = []
     for letters, placed in ((left, of_x), (right, of_y)):
         if type(placed) is Shard:
-            split.append(letters[placed.dim])
+            split.append((letters[placed.dim], 1))
+        elif isinstance(placed, placement.InBlocks):
+            split.append((letters[placed.dim], placed.split_factor))
         elif placed.is_replicate():
-            split.append(None)
+            split.append(("", 1))
         else:
             return None
-    a, b = split
-    if a == b:
-        letter = a
-    elif b is None and a not in right:
-        letter = a
-    elif a is None and b not in left:
-        letter = b
+    (a, _), (b, _) = split
+    if split[0] == split[1] or not b and a not in right:
+        letter, blocks = split[0]
+    elif not a and b not in left:
+        letter, blocks = split[1]
     else:
         return None
-    if letter is None:
+    if not letter:
         return Replicate()
-    return Shard(out.index(letter)) if letter in out else Partial()
+    if letter not in out:
+        return Partial()
+    dim = out.index(letter)
+    if blocks > 1:
+        return placement.InBlocks(dim, split_factor=blocks)
+    return Shard(dim)
 
 
 @functools.lru_cache(maxsize=4096)

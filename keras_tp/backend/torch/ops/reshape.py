@@ -26,7 +26,9 @@ def hook_reshape(original):
 
     @functools.wraps(original)
     def reshape(x, *shape, **kwargs):
-        if isinstance(x, DTensor) and any(p.is_shard() for p in x.placements):
+        if isinstance(x, DTensor) and any(
+            map(placement.is_shard, x.placements)
+        ):
             sizes = kwargs.get("shape", shape)
             if len(sizes) == 1 and not isinstance(sizes[0], int):
                 sizes = sizes[0]
@@ -53,13 +55,32 @@ def _divisible(x, sizes):
         sizes[sizes.index(-1)] = x.numel() // known
     placements = [
         Replicate()
-        if p.is_shard() and not _keeps(x.shape, sizes, p.dim, count)
+        if placement.is_shard(p) and not _stays(p, x.shape, sizes, count)
         else p
         for p, count in zip(x.placements, x.device_mesh.shape)
     ]
     if placements == list(x.placements):
         return x
     return x.redistribute(placements=placements)
+
+
+def _stays(placed, shape, sizes, count):
+    """Returns whether a split dim can stay split in the new shape."""
+    if not isinstance(placed, placement.InBlocks):
+        return _keeps(shape, sizes, placed.dim, count)
+    # The blocks get a dim of their own, or the dim stays as it is.
+    before = math.prod(shape[: placed.dim])
+    starts = [math.prod(sizes[:i]) for i in range(len(sizes))]
+    if before not in starts:
+        return False
+    i = starts.index(before)
+    if sizes[i] == shape[placed.dim]:
+        return True
+    return (
+        sizes[i] == placed.split_factor
+        and i + 1 < len(sizes)
+        and sizes[i + 1] % count == 0
+    )
 
 
 def _keeps(shape, sizes, dim, count):
@@ -69,6 +90,70 @@ def _keeps(shape, sizes, dim, count):
         if math.prod(sizes[:i]) == before and 1 < size < shape[dim]:
             return size % count == 0
     return True
+
+
+def hook_split(original):
+    """Takes the blocks of a dim that is split in blocks from each shard."""
+
+    @functools.wraps(original)
+    def split(x, indices_or_sections, axis=0):
+        x = core.convert_to_tensor(x)
+        if isinstance(x, DTensor) and not torch.compiler.is_compiling():
+            count = _blocks_of(x, axis % x.ndim)
+            size = x.shape[axis] // (count or 1)
+            wanted = indices_or_sections
+            if isinstance(wanted, (list, tuple)):
+                wanted = [int(end) for end in wanted]
+            if count and wanted in (count, [*range(size, count * size, size)]):
+                return list(_Blocks.apply(x, count, axis % x.ndim))
+        return original(x, indices_or_sections, axis=axis)
+
+    return split
+
+
+def _blocks_of(x, dim):
+    """Returns the number of blocks that a dim is split in, or `None`."""
+    for placed in x.placements:
+        if isinstance(placed, placement.InBlocks) and placed.dim == dim:
+            return placed.split_factor
+    return None
+
+
+class _Blocks(torch.autograd.Function):
+    """Splits a dim to its blocks."""
+
+    @staticmethod
+    def forward(ctx, x, count, dim):
+        ctx.spec, ctx.dim = x._spec, dim
+        ctx.of_block = [
+            Shard(dim)
+            if isinstance(placed, placement.InBlocks) and placed.dim == dim
+            else placed
+            for placed in x.placements
+        ]
+        shape = list(x.shape)
+        shape[dim] //= count
+        return tuple(
+            local_tensors.wrap_parts(
+                part.contiguous(), x.device_mesh, ctx.of_block, shape
+            )
+            for part in x._local_tensor.chunk(count, dim)
+        )
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        mesh = ctx.spec.mesh
+        # A partial sum of one block cannot be joined with another's whole.
+        of_block = placement.summed(ctx.of_block)
+        parts = [
+            local_tensors.local_part(gradient, mesh, of_block)
+            for gradient in gradients
+        ]
+        local = torch.cat(parts, ctx.dim)
+        placements = placement.summed(ctx.spec.placements)
+        shape = ctx.spec.shape
+        whole = local_tensors.wrap_parts(local, mesh, placements, shape)
+        return whole, None, None
 
 
 def hook_repeat(original):
@@ -90,7 +175,9 @@ def hook_repeat(original):
             and axis is not None
             and not torch.compiler.is_compiling()
             and not any(
-                placed.is_partial() or placed.is_shard(axis % x.ndim)
+                placed.is_partial()
+                or placement.is_shard(placed)
+                and placed.dim == axis % x.ndim
                 for placed in x.placements
             )
         ):

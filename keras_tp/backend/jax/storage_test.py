@@ -9,7 +9,7 @@ if keras.config.backend() != "jax":
 
 import jax
 
-from keras_tp.backend.jax import padding
+from keras_tp.backend.jax import storage
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_a_value_is_cut_where_it_is_read(variable):
     assert variable.shape == variable.value.shape == (10, 2)
     assert variable._value.shape == (12, 2)
     np.testing.assert_array_equal(variable._value[10:], 0)
-    with padding.stored():
+    with storage.stored():
         assert variable.value is variable._value
     np.testing.assert_array_equal(
         variable.numpy(), np.arange(20.0).reshape(10, 2)

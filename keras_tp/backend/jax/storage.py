@@ -1,0 +1,251 @@
+"""Variables that are stored as arrays of another shape.
+
+A `jax.Array` has parts of one size, each without a gap. So a dim that the
+devices do not divide is stored with zeros after its end, and a dim of several
+blocks, such as queries, keys and values, as two dims: (blocks, size of each).
+The value gets the variable's shape where it is read, and the stored one where
+it is assigned: layers, losses and files see the variable's shape. XLA keeps a
+value without its zeros split; for blocks see `blocks.py`. The train state of
+Keras's trainer, which passes between compiled steps, has the stored arrays.
+"""
+
+import contextlib
+import functools
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from keras import optimizers
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.jax import core
+from keras.src.random.seed_generator import SeedGenerator
+
+from keras_tp.backend.hooks import around
+from keras_tp.backend.jax import arrays
+
+# Updates that compute each element by itself, or from sums over all of them.
+_ELEMENTWISE = {
+    optimizer.update_step
+    for optimizer in (
+        optimizers.SGD,
+        optimizers.RMSprop,
+        optimizers.Adam,
+        optimizers.Adadelta,
+        optimizers.Adagrad,
+        optimizers.Adamax,
+        optimizers.Nadam,
+        optimizers.Ftrl,
+        optimizers.Lion,
+        optimizers.Lamb,
+    )
+}
+
+
+class _State(threading.local):
+    # Whether `variable.value` is the stored array: of no variable, of those in
+    # blocks, or of all.
+    padded = blocks = False
+
+
+_state = _State()
+# id of a tensor -> (weak reference to it, the tensor with a dim of blocks, dim)
+_noted = {}
+
+
+def shape_of(variable):
+    """Returns the stored shape of a variable; `None` if it is the own one."""
+    layout = getattr(variable, "_layout", None)
+    shape = None if layout is None else variable._shape
+    if shape is None:
+        return None
+    found = shape_in(variable, layout)
+    return None if found == tuple(shape) else found
+
+
+def block_dim(variable):
+    """Returns the dim of a variable that is stored in blocks, or `None`."""
+    # Layouts of Keras have no such attribute.
+    layout = getattr(variable, "_layout", None)
+    return next(iter(getattr(layout, "blocks", ())), None)
+
+
+def to_stored(value, shape):
+    """Returns a value in a stored shape: with blocks, or zeros at the ends."""
+    if value.ndim != len(shape):
+        return jnp.reshape(value, shape)
+    ends = [(0, size - own) for size, own in zip(shape, value.shape)]
+    return jnp.pad(value, ends)
+
+
+def from_stored(value, shape):
+    """Returns a stored value in the shape of its variable."""
+    if value.ndim != len(shape):
+        return jnp.reshape(value, shape)
+    return value[tuple(map(slice, shape))]
+
+
+@contextlib.contextmanager
+def stored(padded=True):
+    """Context in which `variable.value` is the stored array.
+
+    Args:
+        padded: Boolean. Whether this is so for variables with padding too.
+            Defaults to `True`.
+    """
+    before = _state.padded, _state.blocks
+    _state.padded, _state.blocks = padded, True
+    try:
+        yield
+    finally:
+        _state.padded, _state.blocks = before
+
+
+def note(tensor, in_blocks, dim):
+    """Remembers the form of a tensor in which a dim is (blocks, size)."""
+    key = id(tensor)
+    reference = weakref.ref(tensor, lambda _: _noted.pop(key, None))
+    _noted[key] = reference, in_blocks, dim
+
+
+def noted(tensor):
+    """Returns the noted form of a tensor and its dim, or two `None`s."""
+    key = id(tensor)
+    reference, in_blocks, dim = _noted.get(key, (lambda: None, None, None))
+    return (in_blocks, dim) if reference() is tensor else (None, None)
+
+
+def as_stored(original, self, *args, **kwargs):
+    """Calls a function of Keras's trainer that takes values as they are."""
+    with stored():
+        return original(self, *args, **kwargs)
+
+
+def is_stored(variable, layout):
+    """Returns whether the stored shape is another, now or in a layout."""
+    target = shape_in(variable, layout)
+    return shape_of(variable) is not None or target != tuple(variable.shape)
+
+
+def shape_in(variable, layout):
+    """Returns the shape that a variable is stored in under a layout."""
+    shape = tuple(variable.shape)
+    # Layouts of Keras store every tensor in its own shape.
+    find = getattr(layout, "stored_shape", tuple)
+    return find(shape)
+
+
+def moved(variable, layout):
+    """Returns the value of a variable, stored as another layout needs it."""
+    value, sharding = variable._value, layout.backend_layout
+    shape, target = tuple(variable.shape), shape_in(variable, layout)
+    if value.sharding.device_set != sharding.device_set:
+        return arrays.place(_moved(value, shape, target), sharding)
+    move = functools.partial(_moved, shape=shape, target=target)
+    return jax.jit(move, out_shardings=sharding)(value)
+
+
+def _moved(value, shape, target):
+    return to_stored(from_stored(value, shape), target)
+
+
+@around
+def hook_scope(original, self, state_mapping=None, *args, **kwargs):
+    """Takes stored arrays for values of variables."""
+    own, other = [], []
+    for variable, value in state_mapping or ():
+        is_stored_shape = np.shape(value) == shape_of(variable)
+        (other if is_stored_shape else own).append((variable, value))
+    original(self, own, *args, **kwargs)
+    for variable, value in other:
+        # Keras would compare the shapes.
+        value = core.convert_to_tensor(value, dtype=variable.dtype)
+        self.state_mapping[id(variable)] = value
+
+
+class Variable:
+    """Methods of `JaxVariable`."""
+
+    def _maybe_autocast(original, self, value):
+        # Keras calls this with the value that `variable.value` returns.
+        dim = block_dim(self)
+        as_it_is = _state.padded if dim is None else _state.blocks
+        if value.shape != shape_of(self) or as_it_is:
+            return original(self, value)
+        in_stored_shape = original(self, value)
+        value = from_stored(in_stored_shape, self._shape)
+        if dim is not None:
+            note(value, in_stored_shape, dim)
+        return value
+
+    def assign(original, self, value):
+        shape = shape_of(self)
+        if shape is None:
+            return original(self, value)
+        value = self._convert_to_tensor(value, dtype=self._dtype)
+        if value.shape not in (shape, self._shape):
+            # Raises.
+            return original(self, value)
+        kept = value if value.shape == shape else to_stored(value, shape)
+        if in_stateless_scope():
+            get_stateless_scope().add_update((self, kept))
+        else:
+            self._direct_assign(kept)
+        return value
+
+    def _direct_assign(original, self, value):
+        shape = shape_of(self)
+        if shape is not None and value.shape != shape:
+            value = to_stored(value, shape)
+        original(self, value)
+
+    def _validate_shape(original, self, shape):
+        # Keras takes the shape of a variable from its first value.
+        if tuple(shape) == shape_of(self):
+            return self._shape
+        return original(self, shape)
+
+    def _initialize_with_initializer(original, self, initializer):
+        self._initialize_layout()
+        shape = shape_of(self)
+        if shape is None:
+            original(self, initializer)
+            return
+
+        def initial():
+            value = initializer(self._shape, dtype=self._dtype)
+            return to_stored(value, shape)
+
+        if isinstance(getattr(initializer, "seed", None), SeedGenerator):
+            # Its state must not change while JAX traces.
+            self._direct_assign(initial())
+        else:
+            self._value = jax.jit(
+                initial, out_shardings=self._layout.backend_layout
+            )()
+
+
+@around
+def hook_apply_gradients(original, self, grads, trainable_variables):
+    """Gives the gradients of stored arrays the shape of their variables.
+
+    Those in blocks stay as they are if the optimizer does not ask for shapes:
+    gradients, values and slots are then split alike.
+    """
+    # Keras makes zeros of the variables' shapes for accumulated gradients.
+    by_element = (
+        type(self).update_step in _ELEMENTWISE
+        and not self.gradient_accumulation_steps
+    )
+    grads = [
+        g
+        if g.shape != shape_of(v) or by_element and block_dim(v) is not None
+        else from_stored(g, v.shape)
+        for g, v in zip(grads, trainable_variables)
+    ]
+    if not by_element:
+        return original(self, grads, trainable_variables)
+    with stored(padded=False):
+        return original(self, grads, trainable_variables)
