@@ -4,6 +4,10 @@ import contextlib
 import re
 
 import tensorflow as tf
+from keras.src import tree
+
+from keras_tp.backend.hooks import around
+from keras_tp.backend.tensorflow import placement
 
 # Messages of DTensor's passes for an operation that they cannot expand.
 _UNSUPPORTED = re.compile(
@@ -13,12 +17,14 @@ _UNSUPPORTED = re.compile(
     r"|over sharded dimension"
     r"|not implemented|not supported|Unsupported"
     r"|EmitAllScatter|to be divisible by sharding|SPMD expansion"
-    r"|layout propagation|missing layout|op requires"
+    r"|layout propagation|missing layout|op requires|shape is not static"
     r"|Rank for input|non-single-device|got a regular tensor",
     re.IGNORECASE,
 )
+# `DTensorLayout` is one of its own, beside the operation.
 _OPERATION = re.compile(
-    r"\"tf\.(\w+)\"\(|'tf\.(\w+)' op|\[Op:(\w+)\]|op/function (\w+) got"
+    r"\"tf\.(?!DTensorLayout)(\w+)\"\(|'tf\.(?!DTensorLayout)(\w+)' op"
+    r"|\[Op:(\w+)\]|op/function (\w+) got"
 )
 _SHOWN = 3
 
@@ -49,6 +55,22 @@ def explained(function=None):
             "the JAX backend (KERAS_BACKEND=jax). Received: "
             f"{_first_line(message)}"
         ) from e
+
+
+@around
+def hook_gradient(original, self, /, *args, **kwargs):
+    """Explains the errors of gradients that a custom loop computes eagerly.
+
+    Its layers are called in blocks of their own, which have ended by then.
+    """
+    is_placed = tf.executing_eagerly() and any(
+        placement.is_dtensor(getattr(x, "_value", x))
+        for x in tree.flatten((args, kwargs))
+    )
+    if not is_placed:
+        return original(self, *args, **kwargs)
+    with explained():
+        return original(self, *args, **kwargs)
 
 
 def _first_line(message):

@@ -5,6 +5,7 @@ from keras_tp.backend.processes import callbacks
 from keras_tp.backend.processes import data_shards
 from keras_tp.backend.saving import one_writer
 from keras_tp.backend.tensorflow import batches
+from keras_tp.backend.tensorflow import errors
 from keras_tp.backend.tensorflow import functions
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
@@ -92,6 +93,12 @@ TABLE = [
         "__call__",
         functions.hook_call,
         "a user's tf.function that reads a split variable runs on the mesh",
+    ),
+    Hook(
+        "tensorflow.python.eager.backprop:GradientTape",
+        "gradient",
+        errors.hook_gradient,
+        "an operation whose gradient DTensor lacks is named in a custom loop",
     ),
     Hook(
         _TRAINER,
