@@ -125,6 +125,27 @@ def rnn(original, *args, **kwargs):
     return last, tree.map_structure(shape_ops.samples_first, outputs), states
 
 
+def time_distributed(original, self, inputs, training=None, mask=None):
+    """Takes the steps from the second dim, and stacks them along it.
+
+    Keras swaps the first two dims before and after. DTensor cannot split a dim
+    in a transpose, nor gather it, as the gradients of a layer may need.
+    """
+    steps = inputs.shape[1]
+    is_fitting = mask is None or mask.shape[:2] == inputs.shape[:2]
+    if steps is None or not is_fitting:
+        return original(self, inputs, training=training, mask=mask)
+    outputs = []
+    for i in range(steps):
+        kwargs = {}
+        if self.layer._call_has_mask_arg and mask is not None:
+            kwargs["mask"] = mask[:, i]
+        if self.layer._call_has_training_arg:
+            kwargs["training"] = training
+        outputs.append(self.layer.call(inputs[:, i], **kwargs))
+    return tf.stack(outputs, 1)
+
+
 def decline(original, *args, **kwargs):
     """Declines the fused kernel: the layer then computes step by step."""
     raise NotImplementedError
@@ -144,6 +165,9 @@ _RULES_BY_OWNER = {
         "nanquantile": sorting.nanquantile,
         "repeat": matmul.repeat,
         "split": shape_ops.keras_split,
+    },
+    "keras.src.layers.rnn.time_distributed:TimeDistributed": {
+        "call": time_distributed,
     },
     "tensorflow": {
         "argmin": sorting.argmin,

@@ -275,6 +275,58 @@ def test_a_layer_on_split_features(name):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: layers.LSTM(4, name="inner"),
+        lambda: layers.TimeDistributed(layers.Dense(4, name="inner")),
+    ],
+    ids=["lstm", "time_distributed"],
+)
+def test_units_of_a_step_are_split(make):
+    """DTensor cannot split a dim in a transpose, nor gather it."""
+
+    def trained():
+        keras.utils.set_random_seed(1)
+        up = layers.Dense(8, name="up")
+        model = keras.Sequential([keras.Input((2, 3)), up, make()])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        rng = np.random.default_rng(2)
+        x = rng.normal(size=(4, 2, 3)).astype("float32")
+        y = rng.normal(size=(4, *model.output_shape[1:])).astype("float32")
+        losses = [model.train_on_batch(x, y) for _ in range(2)]
+        return model, [*losses, *model.get_weights()]
+
+    _, expected = trained()
+    extra = {".*inner.*kernel": (None, "model"), ".*bias": ("model",)}
+    with distribution((1, 2), extra).scope():
+        model, got = trained()
+    for variable in model.trainable_variables:
+        assert "model" in variable.value.layout.sharding_specs
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_steps_with_a_mask():
+    def make():
+        keras.utils.set_random_seed(1)
+        inner = layers.LSTM(4)
+        return keras.Sequential(
+            [
+                keras.Input((3, 6)),
+                layers.Embedding(9, 8, mask_zero=True),
+                layers.TimeDistributed(inner),
+            ]
+        )
+
+    x = np.array([[[1, 2, 3, 0, 0, 0], [4, 5, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]]])
+    expected = make().predict(x, verbose=0)
+    with distribution().scope():
+        model = make()
+    got = model.predict(np.repeat(x, 2, 0), verbose=0)
+    np.testing.assert_allclose(got[1], expected[0], rtol=1e-5, atol=1e-6)
+
+
 def test_a_rule_needs_no_mesh_and_leaves_other_tensors_alone():
     with distribution().scope():
         x = tf.reshape(tf.range(24.0), (4, 6))
