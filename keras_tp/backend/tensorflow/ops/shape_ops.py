@@ -53,11 +53,26 @@ def unstack(original, value, num=None, axis=0, name="unstack"):
 
 
 def stack(original, values, axis=0, name="stack"):
-    """Concatenates expanded tensors: DTensor's `stack` gathers every dim."""
+    """Concatenates expanded tensors: DTensor's `stack` gathers every dim.
+
+    Its gradient is sliced: DTensor cannot split along a split dim.
+    """
     values = [tf.convert_to_tensor(value) for value in values]
     if not values or not values[0].shape.rank:
         return original(values, axis, name)
-    return tf.concat([tf.expand_dims(value, axis) for value in values], axis)
+
+    def stacked(*values):
+        return tf.concat([tf.expand_dims(x, axis) for x in values], axis)
+
+    @placement.custom_gradient
+    def stacked_with_gradient(*values):
+        def gradient(dy):
+            return tf.unstack(dy, len(values), axis)
+
+        return stacked(*values), gradient
+
+    is_floating = all(value.dtype.is_floating for value in values)
+    return (stacked_with_gradient if is_floating else stacked)(*values)
 
 
 def getitem(original, x, index, *args):

@@ -8,6 +8,7 @@ stay whole or are refused.
 
 import functools
 
+import numpy as np
 import tensorflow as tf
 from keras import tree
 from tensorflow.experimental import dtensor
@@ -21,6 +22,9 @@ from keras_tp.backend.tensorflow.ops import matmul
 from keras_tp.backend.tensorflow.ops import random
 from keras_tp.backend.tensorflow.ops import shape_ops
 from keras_tp.backend.tensorflow.ops import sorting
+
+# What has no gradient: an array, or a number of a list.
+_NUMBERS = (bool, float, int, np.generic, np.ndarray)
 
 
 def band_part(original, input, num_lower, num_upper, name=None):
@@ -93,6 +97,23 @@ def one_hot(
         tf.cast(on, dtype),
         tf.cast(off, dtype),
     )
+
+
+def convert_to_tensor(original, value, *args, **kwargs):
+    """Places numbers on the mesh, where eager operations need them.
+
+    DTensor places a plain tensor itself in a traced function only, or if it is
+    small and not of floats.
+    """
+    found = original(value, *args, **kwargs)
+    if (
+        not tf.executing_eagerly()
+        or not found.shape.rank
+        or not found.dtype.is_floating
+        or not all(isinstance(x, _NUMBERS) for x in tree.flatten(value))
+    ):
+        return found
+    return placement.replicated(found.numpy())
 
 
 def softsign(original, features, name=None):
@@ -171,6 +192,7 @@ _RULES_BY_OWNER = {
     },
     "tensorflow": {
         "argmin": sorting.argmin,
+        "convert_to_tensor": convert_to_tensor,
         "einsum": matmul.einsum,
         "gather": embedding.gather,
         "matmul": matmul.matmul,

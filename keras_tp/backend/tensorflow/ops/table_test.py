@@ -327,6 +327,23 @@ def test_steps_with_a_mask():
     np.testing.assert_allclose(got[1], expected[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_numbers_of_an_eager_call_are_on_the_mesh(jit):
+    class Weighted(layers.Layer):
+        def call(self, x):
+            return x * keras.ops.convert_to_tensor([0.5, 2.0, 1.0, 3.0])
+
+    with distribution().scope():
+        model = keras.Sequential(
+            [keras.Input((3,)), layers.Dense(4, name="up"), Weighted()]
+        )
+    x = np.ones((4, 3), "float32")
+    call = tf.function(model) if jit else model
+    found = np.asarray(call(x))
+    expected = x @ model.get_weights()[0] * [0.5, 2, 1, 3]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_a_rule_needs_no_mesh_and_leaves_other_tensors_alone():
     with distribution().scope():
         x = tf.reshape(tf.range(24.0), (4, 6))
