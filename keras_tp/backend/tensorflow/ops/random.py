@@ -101,6 +101,20 @@ def integers(shape, seed, low, high):
     return tf.cast(_in_order(lanes, shape), tf.int32)
 
 
+def long_integers(shape, seed, low, high):
+    """Returns int64 numbers from `low` to `high`, at most 2**31 different."""
+    a, b, c, d = _blocks(seed, -(-math.prod(shape) // 2))
+    span = _int64(high - low)
+    mod = tf.math.floormod
+    # The remainder of 64 bits, from those of the upper and the lower ones.
+    upper = mod(_int64(2**32), span)
+    lanes = [
+        _int64(low) + mod(mod(y, span) * upper + mod(x, span), span)
+        for x, y in ((a, b), (c, d))
+    ]
+    return _in_order(lanes, shape)
+
+
 def normal(shape, seed, dtype):
     """Returns the numbers of `tf.random.stateless_normal` on one device.
 
@@ -124,6 +138,10 @@ def stateless_uniform(
     dtype = tf.as_dtype(dtype)
     if dtype == tf.int32 and maxval is not None:
         return integers(shape, seed, minval, maxval)
+    if dtype == tf.int64 and maxval is not None:
+        low, high = map(tf.get_static_value, (minval, maxval))
+        if None not in (low, high) and 0 < high - low <= 2**31:
+            return long_integers(shape, seed, int(low), int(high))
     if dtype.name not in _RANDOM_BITS:
         _refuse(f"uniform numbers of dtype {dtype.name}")
     maxval = 1 if maxval is None else maxval

@@ -38,6 +38,16 @@ def test_integers_are_those_of_tensorflow(seed):
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize(
+    "limits", [(0, 3), (-5, 2**31 - 5), (2**40, 2**40 + 7)]
+)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_long_integers_are_those_of_tensorflow(seed, limits):
+    expected = tf.random.stateless_uniform((9, 7), seed, *limits, "int64")
+    got = random.long_integers((9, 7), tf.constant(seed), *limits)
+    np.testing.assert_array_equal(got, expected)
+
+
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2), (2, 4)])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_numbers_do_not_depend_on_the_mesh(shape, compiled):

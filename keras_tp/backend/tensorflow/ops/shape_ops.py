@@ -221,15 +221,21 @@ def reduce_mean(original, input_tensor, axis=None, keepdims=False, name=None):
 def pad(
     original, tensor, paddings, mode="CONSTANT", constant_values=0, name=None
 ):
-    """Pads by concatenation, because DTensor cannot pad a split dim."""
+    """Pads by concatenation, because DTensor cannot pad a split dim.
+
+    A mirrored dim is gathered.
+    """
     x = tf.convert_to_tensor(tensor)
     widths = tf.get_static_value(tf.convert_to_tensor(paddings))
-    if (
-        mode.upper() != "CONSTANT"
-        or widths is None
-        or not x.shape.is_fully_defined()
-    ):
+    if widths is None or not x.shape.is_fully_defined():
         return original(x, paddings, mode, constant_values, name)
+    if mode.upper() != "CONSTANT":
+        for dim, around in enumerate(widths.tolist()):
+            if any(around):
+                places = np.arange(x.shape[dim])
+                places = np.pad(places, around, mode.lower())
+                x = tf.gather(x, places, axis=dim)
+        return x
     value = tf.cast(constant_values, x.dtype)
     for dim, (before, after) in enumerate(widths.tolist()):
         parts = [x]

@@ -16,8 +16,10 @@ from tensorflow.experimental import dtensor
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow.ops import conv
+from keras_tp.backend.tensorflow.ops import counting
 from keras_tp.backend.tensorflow.ops import ctc
 from keras_tp.backend.tensorflow.ops import embedding
+from keras_tp.backend.tensorflow.ops import images
 from keras_tp.backend.tensorflow.ops import matmul
 from keras_tp.backend.tensorflow.ops import random
 from keras_tp.backend.tensorflow.ops import shape_ops
@@ -183,6 +185,8 @@ _RULES_BY_OWNER = {
         "sparsemax": sorting.sparsemax,
     },
     "keras.src.backend.tensorflow.numpy": {
+        "digitize": counting.digitize,
+        "histogram": counting.histogram,
         "nanquantile": sorting.nanquantile,
         "repeat": matmul.repeat,
         "split": shape_ops.keras_split,
@@ -202,6 +206,7 @@ _RULES_BY_OWNER = {
         "reverse": shape_ops.reverse,
         "roll": shape_ops.roll,
         "scatter_nd": scatter_nd,
+        "searchsorted": counting.searchsorted,
         "split": shape_ops.split,
         "squeeze": shape_ops.squeeze,
         "stack": shape_ops.stack,
@@ -210,11 +215,17 @@ _RULES_BY_OWNER = {
         "unstack": shape_ops.unstack,
     },
     "tensorflow:Tensor": {"__getitem__": shape_ops.getitem},
+    "tensorflow:image": {
+        "hsv_to_rgb": images.hsv_to_rgb,
+        "resize": images.resize,
+        "rgb_to_hsv": images.rgb_to_hsv,
+    },
     "tensorflow:linalg": {
         "band_part": band_part,
         "diag": diag,
         "diag_part": diag_part,
     },
+    "tensorflow:math": {"bincount": counting.bincount},
     "tensorflow:nn": {
         "avg_pool": conv.avg_pool,
         "bias_add": conv.bias_add,

@@ -153,6 +153,15 @@ LAYERS = {
             )
         ),
     ),
+    "padded_by_mirroring": (
+        SEQUENCE,
+        lambda: Function(
+            lambda x: (
+                keras.ops.pad(x, [[0, 0], [2, 0], [1, 3]], "reflect")
+                * keras.ops.pad(x, [[0, 0], [2, 0], [1, 3]], "symmetric")
+            )
+        ),
+    ),
     "samples_by_samples": (SEQUENCE, lambda: Function(by_samples)),
     "made_when_built": (SEQUENCE, lambda: MadeWhenBuilt()),
     "row_of_a_weight": (SEQUENCE, lambda: RowOfWeight()),
