@@ -65,10 +65,9 @@ def make_distribution(name, devices):
                 return layout
             if any(layout.axes):
                 return layout
-            axes = tensor_parallel._largest_dim_split(
+            return tensor_parallel._largest_dim_split(
                 tuple(variable.shape), self.device_mesh
             )
-            return distribution.TensorLayout(axes, self.device_mesh)
 
     class Noted:
         """Keeps whether anything was asked for; see `Plugin.was_asked`."""
