@@ -51,6 +51,8 @@ class ShardingPlan:
         split_outputs: List of `Size`, bytes of each model output that is split.
         without_rule: Dict of kind of operation or layer to path, with the first
             one of each kind that has no planning rule.
+
+    Attributes:
         instead: Dict of path to the `PlannedVariable` that this backend uses,
             for variables that it cannot split as planned. Not saved.
     """
@@ -70,7 +72,6 @@ class ShardingPlan:
         activations,
         split_outputs,
         without_rule,
-        instead=None,
     ):
         self.model_name = model_name
         self.device_mesh = device_mesh
@@ -80,7 +81,7 @@ class ShardingPlan:
         self.activations = activations
         self.split_outputs = split_outputs
         self.without_rule = without_rule
-        self.instead = instead or {}
+        self.instead = {}
 
     def __getitem__(self, path):
         """Returns the `PlannedVariable` of a path; `KeyError` if none."""
@@ -426,14 +427,14 @@ def plan_sharding(
             "`plan_sharding` takes a Keras model or a function that builds "
             f"one. Received: {model_or_build_fn}"
         )
-    return ShardingPlan(
-        device_mesh=device_mesh,
-        **planner.plan_graph(
-            *(graph, device_mesh, overrides, fully_shard),
-            uneven=backend.distribution_lib.splits_unevenly(),
-            in_blocks=backend.distribution_lib.splits_in_blocks(),
-        ),
+    planned, instead = planner.plan_graph(
+        *(graph, device_mesh, overrides, fully_shard),
+        uneven=backend.distribution_lib.splits_unevenly(),
+        in_blocks=backend.distribution_lib.splits_in_blocks(),
     )
+    plan = ShardingPlan(device_mesh=device_mesh, **planned)
+    plan.instead = instead
+    return plan
 
 
 def _replace(path, text):

@@ -28,7 +28,7 @@ def plan_graph(
     uneven=True,
     in_blocks=True,
 ):
-    """Returns the arguments of a `ShardingPlan`, except its mesh, as a dict.
+    """Returns what a `ShardingPlan` is made of, except its mesh.
 
     Args:
         graph: `Graph`.
@@ -40,6 +40,9 @@ def plan_graph(
             on it, only `instead` does.
         in_blocks: Boolean. Whether the backend can split each block of a dim,
             such as queries, keys and values. Defaults to `True`, as `uneven`.
+
+    Returns:
+        A dict of the arguments, and `ShardingPlan.instead`.
     """
     _check_fully_shard(fully_shard, device_mesh)
     axis = model_axis(device_mesh)
@@ -71,7 +74,7 @@ def plan_graph(
             for row, planned in zip(rows, variables)
             if (row.axes, row.blocks) != (planned.axes, planned.blocks)
         }
-    return dict(
+    arguments = dict(
         model_name=graph.name,
         axis=axis,
         variables=variables,
@@ -92,8 +95,8 @@ def plan_graph(
             if solution.split_dim(value) is not None
         ],
         without_rule=solution.unknown,
-        instead=instead,
     )
+    return arguments, instead
 
 
 def _rows(graph, solution, axis, overridden):
