@@ -1,9 +1,11 @@
-"""Changes of an image's size and colors."""
+"""Changes of the size, colors and geometry of images."""
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework import tensor_util
 
 from keras_tp.backend.tensorflow import placement
+from keras_tp.backend.tensorflow.ops import sorting
 
 
 def rgb_to_hsv(original, images, name=None):
@@ -114,3 +116,144 @@ def _combined(x, dim, weights):
         part = tf.gather(x, indices, axis=dim) * placement.replicated(weight)
         total = part if total is None else total + part
     return total
+
+
+def projective_transform(
+    original,
+    images,
+    transforms,
+    output_shape,
+    interpolation,
+    fill_value=0.0,
+    fill_mode="CONSTANT",
+    name=None,
+):
+    """Looks up the pixels that make each pixel, as TensorFlow's kernel does.
+
+    Its gradient is TensorFlow's too, which moves the gradients of the pixels by
+    the inverse transforms.
+    """
+    images = tf.convert_to_tensor(images)
+    transforms = tf.unstack(tf.cast(transforms, tf.float32), axis=-1)
+    size = _static_size(output_shape)
+    if size is None or None in images.shape[1:]:
+        raise ValueError(
+            "Under a distribution, the sizes of images that are transformed "
+            f"have to be known. Received: images.shape={images.shape}, "
+            f"output_shape={output_shape}"
+        )
+
+    def move(x, transforms, size, fill_value):
+        places = _sources(transforms, size)
+        places = [
+            _inside(place, count, fill_mode)
+            for place, count in zip(places, x.shape[1:3])
+        ]
+        look_up = _nearest if interpolation == "NEAREST" else _bilinear
+        return look_up(x, *places, tf.cast(fill_value, x.dtype))
+
+    @placement.custom_gradient
+    def moved(x):
+        def gradient(dy):
+            back = move(dy, _inverse(transforms), x.shape[1:3], 0)
+            return tf.cast(back, x.dtype)
+
+        return move(x, transforms, size, fill_value), gradient
+
+    return moved(images)
+
+
+def _static_size(shape):
+    shape = tensor_util.constant_value_as_shape(tf.convert_to_tensor(shape))
+    return shape.as_list() if shape.is_fully_defined() else None
+
+
+def _sources(transforms, size):
+    """Returns the row and column that each pixel comes from."""
+    a, b, c, d, e, f, g, h = (x[:, None, None] for x in transforms)
+    row = sorting.numbers(size[0], tf.float32, [1])
+    column = sorting.numbers(size[1], tf.float32)
+    distance = g * column + h * row + 1
+    # No place inside: TensorFlow fills these pixels.
+    is_far = distance == 0
+    distance = tf.where(is_far, tf.ones([], tf.float32), distance)
+    far = tf.constant(-1e6, tf.float32)
+    return (
+        tf.where(is_far, far, (d * column + e * row + f) / distance),
+        tf.where(is_far, far, (a * column + b * row + c) / distance),
+    )
+
+
+def _inverse(transforms):
+    """Returns the inverse transforms: the adjugate, scaled to end with 1."""
+    a, b, c, d, e, f, g, h = transforms
+    last = a * e - b * d
+    return [
+        x / last
+        for x in (
+            *(e - f * h, c * h - b, b * f - c * e),
+            *(f * g - d, a - c * g, c * d - a * f),
+            *(d * h - e * g, b * g - a * h),
+        )
+    ]
+
+
+def _inside(place, count, fill_mode):
+    """Returns the places in an image that those outside of it stand for."""
+    if fill_mode == "CONSTANT":
+        return place
+    if fill_mode == "REFLECT":
+        # Mirrored at its edges, an image repeats after twice its size.
+        period = 2 * count
+        below = place + period * tf.floor(-place / period)
+        below = tf.where(below < -count, below + period, -below - 1)
+        above = place - period * tf.floor(place / period)
+        above = tf.where(above < count, above, period - above - 1)
+        above = tf.where(place > count - 1, above, place)
+        place = tf.where(place < 0, below, above)
+    elif fill_mode == "WRAP":
+        # The kernel repeats an image after its size, by steps of one less.
+        below = count * (tf.floor(-place / max(count - 1, 1)) + 1)
+        above = count * tf.floor(place / max(count - 1, 1))
+        shift = tf.where(place > count - 1, -above, tf.zeros([], place.dtype))
+        place += tf.where(place < 0, below, shift)
+    return tf.clip_by_value(place, 0, count - 1)
+
+
+def _nearest(x, row, column, fill_value):
+    # Halves are rounded away from zero.
+    row = tf.sign(row) * tf.floor(tf.abs(row) + 0.5)
+    column = tf.sign(column) * tf.floor(tf.abs(column) + 0.5)
+    return _pixels(x, row, column, fill_value)
+
+
+def _bilinear(x, row, column, fill_value):
+    top, left = tf.floor(row), tf.floor(column)
+    right_share = (column - left)[..., None]
+    lower_share = (row - top)[..., None]
+
+    lines = []
+    for line in (top, top + 1):
+        first = tf.cast(_pixels(x, line, left, fill_value), tf.float32)
+        second = tf.cast(_pixels(x, line, left + 1, fill_value), tf.float32)
+        lines.append((1 - right_share) * first + right_share * second)
+    mean = (1 - lower_share) * lines[0] + lower_share * lines[1]
+    return tf.cast(mean, x.dtype)
+
+
+def _pixels(x, row, column, fill_value):
+    """Returns the pixels at whole places, `fill_value` outside of `x`."""
+    samples, rows, columns, channels = x.shape
+    is_inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
+    places = tf.cast(
+        tf.clip_by_value(row, 0, rows - 1) * columns
+        + tf.clip_by_value(column, 0, columns - 1),
+        tf.int32,
+    )
+    shape = [samples, *places.shape[1:]]
+    places = tf.reshape(tf.broadcast_to(places, shape), [samples, -1])
+    flat = tf.reshape(x, [samples, rows * columns, channels])
+    found = tf.reshape(
+        tf.gather(flat, places, batch_dims=1), [*shape, channels]
+    )
+    return tf.where(is_inside[..., None], found, fill_value)

@@ -1,3 +1,4 @@
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -86,3 +87,38 @@ def test_resized(method, antialias):
 def test_resized_integers(method, size):
     value = (images((8, 6, 2)) * 255).astype("uint8")
     compare(resized(size, method), value, 2, False)
+
+
+TRANSFORMS = np.array(
+    [
+        [0.9, -0.3, 1.2, 0.2, 1.1, -0.7, 0, 0],
+        [1.3, 0.1, -2.4, 0, 0.7, 1.5, 0.02, -0.01],
+    ],
+    dtype="float32",
+)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "fill_mode", ["constant", "reflect", "wrap", "nearest"]
+)
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
+def test_affine_transform(interpolation, fill_mode, dim):
+    """Fast transforms that read far outside of the image."""
+    moves = TRANSFORMS * [1, 1, 4, 1, 1, 4, 1, 1]
+    compare(
+        lambda x: keras.ops.image.affine_transform(
+            x, moves.astype("float32"), interpolation, fill_mode, 0.3
+        ),
+        images((2, 6, 8, 4)),
+        dim,
+    )
+
+
+def test_affine_transform_of_whole_numbers():
+    compare(
+        lambda x: keras.ops.image.affine_transform(x, TRANSFORMS[:1]),
+        (255 * images((2, 6, 8, 3))).astype("uint8"),
+        0,
+        gradients=False,
+    )

@@ -124,6 +124,30 @@ def softsign(original, features, name=None):
     return x / (1 + tf.abs(x))
 
 
+def ensure_shape(original, x, shape, name=None):
+    """Compares the shape at once: DTensor has no expansion."""
+    x = tf.convert_to_tensor(x)
+    if not x.shape.is_fully_defined():
+        return original(x, shape, name)
+    if not x.shape.is_compatible_with(shape):
+        raise ValueError(
+            f"A tensor should have the shape {shape}. Received: {x.shape}"
+        )
+    return x
+
+
+def where(original, condition, x=None, y=None, name=None):
+    """Gives a condition of no dims as many dims as the values have.
+
+    DTensor ends the process if one condition chooses between split tensors.
+    """
+    if x is None or y is None or len(np.shape(condition)):
+        return original(condition, x, y, name)
+    rank = max(len(np.shape(value)) for value in (x, y))
+    condition = tf.convert_to_tensor(condition)
+    return original(tf.reshape(condition, [1] * rank), x, y, name)
+
+
 def scatter_nd(original, indices, updates, shape, name=None):
     """Casts indices to int32, because DTensor always makes int32 shapes."""
     indices = tf.cast(indices, tf.int32)
@@ -198,6 +222,7 @@ _RULES_BY_OWNER = {
         "argmin": sorting.argmin,
         "convert_to_tensor": convert_to_tensor,
         "einsum": matmul.einsum,
+        "ensure_shape": ensure_shape,
         "gather": embedding.gather,
         "matmul": matmul.matmul,
         "one_hot": one_hot,
@@ -213,6 +238,7 @@ _RULES_BY_OWNER = {
         "tensordot": matmul.tensordot,
         "transpose": shape_ops.transpose,
         "unstack": shape_ops.unstack,
+        "where": where,
     },
     "tensorflow:Tensor": {"__getitem__": shape_ops.getitem},
     "tensorflow:image": {
@@ -241,6 +267,9 @@ _RULES_BY_OWNER = {
     },
     "tensorflow:nn.experimental": {
         "stateless_dropout": random.stateless_dropout,
+    },
+    "tensorflow:raw_ops": {
+        "ImageProjectiveTransformV3": images.projective_transform,
     },
     "tensorflow:random": {
         "stateless_binomial": random.refused("stateless_binomial"),

@@ -163,6 +163,14 @@ LAYERS = {
         ),
     ),
     "samples_by_samples": (SEQUENCE, lambda: Function(by_samples)),
+    "chosen_by_one_condition": (
+        SEQUENCE,
+        lambda: Function(
+            lambda x: keras.ops.where(
+                keras.ops.sum(x) > 0, x, keras.ops.where(True, 2 * x, x * x)
+            )
+        ),
+    ),
     "made_when_built": (SEQUENCE, lambda: MadeWhenBuilt()),
     "row_of_a_weight": (SEQUENCE, lambda: RowOfWeight()),
     "one_hot": (
