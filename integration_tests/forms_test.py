@@ -16,6 +16,7 @@ from keras import layers
 
 from integration_tests import harness
 from keras_tp import distribution as dist
+from keras_tp.distribution import model_state
 
 BATCH = 4
 STEPS = 3
@@ -319,6 +320,7 @@ IN_CI = {
     *itertools.product(["dense"], FORMS, USES, ["inside", "after"]),
     *itertools.product(KINDS, ["subclassed"], ["fit"], ["after"]),
     *itertools.product(KINDS, ["sequential"], ["loop", "function"], ["after"]),
+    *itertools.product(KINDS, ["marked_as_built"], ["loop"], ["inside"]),
 }
 CASES = [
     pytest.param(*case, marks=[] if case in IN_CI else [pytest.mark.slow])
@@ -345,3 +347,15 @@ def test_losses_are_those_of_one_device(kind, form, use, where):
     for row in report.rows:
         if row.role == "weight":
             assert row.axes == planned[row.path]
+
+
+def test_a_loop_whose_first_step_builds_the_model(monkeypatch):
+    """What the step has read is not moved: the next call plans the model."""
+    monkeypatch.setattr(model_state, "build_parts", lambda *args: None)
+    losses = reference("einsum_dense", "marked_as_built", "loop")
+    parallel = dist.TensorParallel(harness.mesh(harness.fitted((1, 2))))
+    with parallel.scope():
+        model = make("einsum_dense", "marked_as_built")
+        got = run("einsum_dense", "loop", model)
+    np.testing.assert_allclose(got, losses, rtol=1e-5)
+    assert model._planned_under is parallel

@@ -1,7 +1,6 @@
 """Hooks of all backends: each model runs under its own distribution."""
 
 import contextlib
-import threading
 
 from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.distribution.distribution_lib import distribution
@@ -22,16 +21,9 @@ from keras_tp.distribution.model_state import check_complete_model
 from keras_tp.distribution.model_state import check_model
 from keras_tp.distribution.model_state import distribution_of
 from keras_tp.distribution.model_state import entered
+from keras_tp.distribution.model_state import may_move_after_call
 from keras_tp.distribution.planning import model_inputs
 from keras_tp.distribution.variable_origin import scope_of
-
-
-class _Calls(threading.local):
-    # The layer of the outermost call in this thread.
-    outermost = None
-
-
-_calls = _Calls()
 
 # Methods that all processes enter together, as one step.
 _STEPS = ("train_on_batch", "test_on_batch", "predict_on_batch", "generate")
@@ -76,13 +68,12 @@ def _hook_call(original, self, /, *args, **kwargs):
     Symbolic calls, which build functional models, are left alone.
     """
     if (
-        _calls.outermost is not None
+        model_state.outermost_call() is not None
         or any_symbolic_tensors(args, kwargs)
         or in_tf_graph()
     ):
         return original(self, *args, **kwargs)
-    _calls.outermost = self
-    try:
+    with model_state.calling(self):
         if not isinstance(self, Model):
             own = distribution_of(self)
             with scope_of(own) if own else contextlib.nullcontext():
@@ -90,10 +81,9 @@ def _hook_call(original, self, /, *args, **kwargs):
         with entered(self):
             check_complete_model(self)
             outputs = original(self, *args, **kwargs)
-            check_model(self)
+            if may_move_after_call(self):
+                check_model(self)
             return outputs
-    finally:
-        _calls.outermost = None
 
 
 @hooks.around
@@ -104,7 +94,8 @@ def _hook_maybe_build(original, self, call_spec):
         # The planner sets no distribution: its sizes are made up.
         if distribution() is not None:
             model_inputs.note_call(self, call_spec)
-        if self is _calls.outermost:
+        if self is model_state.outermost_call():
+            model_state.build_parts(self, call_spec)
             check_complete_model(self)
 
 

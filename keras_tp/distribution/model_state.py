@@ -4,6 +4,7 @@ import contextlib
 import gc
 import threading
 
+from keras.src import backend as keras_backend
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.distribution.distribution_lib import distribution
 from keras.src.models.model import Model
@@ -16,9 +17,26 @@ from keras_tp.distribution.variable_origin import scope_of
 class _State(threading.local):
     # Whether this thread is checking a model.
     is_checking = False
+    # The layer or model of the outermost call in this thread.
+    outermost_call = None
 
 
 _state = _State()
+
+
+def outermost_call():
+    """Returns the layer of the outermost call in this thread, or `None`."""
+    return _state.outermost_call
+
+
+@contextlib.contextmanager
+def calling(layer):
+    """Context of the outermost call."""
+    _state.outermost_call = layer
+    try:
+        yield
+    finally:
+        _state.outermost_call = None
 
 
 def distribution_of(layer):
@@ -103,6 +121,25 @@ def check_model(model):
     finally:
         _state.is_checking = False
     vars(model)["_checked_distribution"] = current, len(model.weights)
+    vars(model)["_awaits_call"] = False
+
+
+def build_parts(model, call_spec):
+    """Builds the layers of a model that Keras takes for built.
+
+    A model with a `build` method may leave its layers to their first call. The
+    model would be planned in the middle of it, and variables moved that the
+    call has read.
+    """
+    if _is_checked(model) or not hasattr(distribution(), "check_model"):
+        return
+    if all(layer.built for layer in model._flatten_layers()):
+        return
+    # As in Keras, the call itself builds them otherwise, or raises the error.
+    with contextlib.suppress(Exception):
+        keras_backend.compute_output_spec(
+            model.call, **call_spec.arguments_dict
+        )
 
 
 def check_complete_model(model):
@@ -130,6 +167,19 @@ def may_move():
     return (
         not in_stateless_scope() and not backend.distribution_lib.is_tracing()
     )
+
+
+def may_move_after_call(model):
+    """Returns whether variables may move that a call has read.
+
+    They may not if gradients will be computed for the values that were read:
+    the next call of the model then plans it.
+    """
+    awaits_call = (
+        backend.distribution_lib.records_gradients() and not _is_checked(model)
+    )
+    vars(model)["_awaits_call"] = awaits_call
+    return not awaits_call
 
 
 def adopt_state(model):
@@ -178,6 +228,9 @@ def plan_model_with(variable):
     """Plans the outermost complete model that has a variable."""
     if _state.is_checking or not may_move():
         return
+    is_read = _state.outermost_call is not None
+    if is_read and backend.distribution_lib.records_gradients():
+        return
     if not _complete_models_with(variable):
         return
     if backend.distribution_lib.num_processes() > 1:
@@ -203,6 +256,7 @@ def _complete_models_with(variable):
         for model in variable_origin.live_models()
         # Keras sets this attribute at the end of `__init__`.
         if "_parent_path" in vars(model)
+        and not vars(model).get("_awaits_call")
         and any(v is variable for v in model.weights)
         and is_complete(model)
     ]

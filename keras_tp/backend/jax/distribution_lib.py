@@ -145,6 +145,11 @@ def is_tracing():
     return not core.trace_state_clean()
 
 
+def records_gradients():
+    """Returns whether operations are recorded, as by a tape. JAX has none."""
+    return False
+
+
 def splits_unevenly():
     """Returns whether a dim may be split that a mesh axis does not divide.
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import distribution_lib as keras_lib
 from keras.src.distribution.distribution_lib import distribution
 from tensorflow.experimental import dtensor
+from tensorflow.python.eager import record
 
 from keras_tp.backend.hooks import backend_row
 from keras_tp.backend.processes import commands
@@ -102,6 +103,11 @@ def hook_table():
 def is_tracing():
     """Returns whether operations go to a graph instead of the devices."""
     return not tf.executing_eagerly()
+
+
+def records_gradients():
+    """Returns whether a `GradientTape` records operations."""
+    return tf.executing_eagerly() and record.could_possibly_record()
 
 
 def splits_in_blocks():

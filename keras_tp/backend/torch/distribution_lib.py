@@ -89,6 +89,11 @@ def is_tracing():
     return torch.compiler.is_compiling()
 
 
+def records_gradients():
+    """Returns whether torch records operations for `backward`."""
+    return torch.is_grad_enabled()
+
+
 def splits_unevenly():
     """Returns whether a dim may be split that a mesh axis does not divide.
 
@@ -143,10 +148,7 @@ def relayout_variable(variable, layout):
     old = variable._value
     if layout is not None and not isinstance(old, placement.DTensor):
         processes.same_values(variable)
-    if layout is None:
-        variables.set_value(variable, placement.to_full(old.detach()))
-    else:
-        variables.lay_out(variable, old, layout)
+    variables.move(variable, layout)
     variable._layout = layout
     # A torch layer may keep the old parameter until its parameters are updated.
     # The old value and gradient are freed now; otherwise moving a model would

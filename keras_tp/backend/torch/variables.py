@@ -96,22 +96,40 @@ def hook_track_variables(original):
 def lay_out(variable, value, layout):
     """Sets the value of a variable to a tensor, split by a layout."""
     placed = placement.as_placement(layout)
-    value = value.detach()
     if _stays_plain(variable, placed):
-        value = placement.to_full(value)
-    elif isinstance(value, DTensor) and value.device_mesh == placed.mesh:
-        value = placement.redistributed(value, placed.placements)
-        local = value._local_tensor
-        if local.untyped_storage().nbytes() > local.nbytes:
-            # After a move from one split dim to another without an all-to-all,
-            # the shard is a view of the whole tensor, and would keep it.
-            value._local_tensor = local.clone(
-                memory_format=torch.contiguous_format
-            )
+        placed = None
+    set_value(variable, _placed_anew(value.detach(), placed))
+
+
+def move(variable, layout):
+    """Gives a variable, and its gradient, another layout; `None`: plain."""
+    gradient = variable._value.grad
+    if layout is None:
+        set_value(variable, placement.to_full(variable._value.detach()))
     else:
+        lay_out(variable, variable._value, layout)
+    if gradient is not None:
+        value = variable._value
+        placed = None
+        if isinstance(value, DTensor):
+            placed = placement.as_placement(layout)
+        value.grad = _placed_anew(gradient.detach(), placed)
+
+
+def _placed_anew(value, placed):
+    """Returns a tensor with another `Placement`; `None`: a plain tensor."""
+    if placed is None:
+        return placement.to_full(value)
+    if not isinstance(value, DTensor) or value.device_mesh != placed.mesh:
         # A DTensor cannot be redistributed to another mesh.
-        value = placement.from_full(placement.to_full(value), placed)
-    set_value(variable, value)
+        return placement.from_full(placement.to_full(value), placed)
+    value = placement.redistributed(value, placed.placements)
+    local = value._local_tensor
+    if local.untyped_storage().nbytes() > local.nbytes:
+        # After a move from one split dim to another without an all-to-all, the
+        # shard is a view of the whole tensor, and would keep it.
+        value._local_tensor = local.clone(memory_format=torch.contiguous_format)
+    return value
 
 
 def set_value(variable, value):
