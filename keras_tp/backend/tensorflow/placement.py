@@ -129,7 +129,8 @@ def specs_of(x):
     layout = layout_of(x)
     if layout is not None:
         return layout.sharding_specs
-    if not isinstance(x, tf.Tensor) or tf.executing_eagerly():
+    if not hasattr(x, "op"):
+        # No tensor, or one of an eager operation, which a trace may read.
         return None
     while x.op.type in ("Cast", "ExpandDims", "Identity"):
         x = x.op.inputs[0]

@@ -104,10 +104,12 @@ def relayout(variable, layout):
         return placement.part_from(parts, part)
 
     if layout is None:
-        new = _plain(variable, part_of(whole))
+        new = _plain(variable, part_of(whole), old.trainable)
     else:
         placed = placement.place_parts(part_of, shape, layout.backend_layout)
-        new = _sharded(variable, placed)
+        # Of a layer that is frozen now, a tape would never watch a new value
+        # that is not trainable.
+        new = _sharded(variable, placed, old.trainable)
     # Optimizers identify their variables by this id.
     new._unique_id = old._unique_id
     variable._layout = layout
@@ -123,19 +125,15 @@ def _whole(value):
     return value
 
 
-def _sharded(variable, value):
+def _sharded(variable, value, trainable):
     mesh = placement.layout_of(value).mesh
     with tf.init_scope(), dtensor.default_mesh(mesh):
-        return ShardedVariable(
-            value, trainable=variable.trainable, name=variable.name
-        )
+        return ShardedVariable(value, trainable=trainable, name=variable.name)
 
 
-def _plain(variable, value):
+def _plain(variable, value, trainable):
     with placement.off_mesh():
-        return tf.Variable(
-            value, trainable=variable.trainable, name=variable.name
-        )
+        return tf.Variable(value, trainable=trainable, name=variable.name)
 
 
 @around
@@ -153,7 +151,9 @@ def hook_export(original, self, /, *args, **kwargs):
     before = distribution()
     try:
         for variable, value, _ in kept:
-            variable._value = _plain(variable, placement.read(value))
+            variable._value = _plain(
+                variable, placement.read(value), value.trainable
+            )
             variable._layout = None
         set_distribution(None)
         return original(self, *args, **kwargs)
@@ -183,7 +183,7 @@ def hook_initialize(original, self, value):
             self._layout = current.get_variable_layout(self)
         processes.same_array(np.asarray(value))
         placed = placement.place(value, self._layout.backend_layout)
-    self._value = _sharded(self, placed)
+    self._value = _sharded(self, placed, self.trainable)
 
 
 @around

@@ -40,7 +40,8 @@ def _axis_of_dim(x, dim):
     specs = placement.specs_of(x)
     if specs is not None:
         return specs[dim] if len(specs) == len(x.shape) else None
-    if not isinstance(x, tf.Tensor) or tf.executing_eagerly():
+    if not hasattr(x, "op"):
+        # A variable, or the tensor of an eager operation.
         return None
     for source, i in _sources(x, dim):
         axis = _axis_of_dim(source, i)

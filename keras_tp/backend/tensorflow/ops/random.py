@@ -12,6 +12,8 @@ import math
 import numpy as np
 import tensorflow as tf
 
+from keras_tp.backend.tensorflow.ops import sorting
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -74,7 +76,11 @@ def _blocks(seed, count):
 
 def _in_order(lanes, shape):
     """Interleaves the lanes, block after block, into a shape."""
-    flat = tf.reshape(tf.stack(lanes, axis=-1), [-1])
+    numbers = tf.stack(lanes, axis=-1)
+    if numbers.shape[0] == 1:
+        # Else DTensor may ask the concatenation for a split along its own dim.
+        numbers = sorting.gathered(numbers, 1)
+    flat = tf.reshape(numbers, [-1])
     return tf.reshape(flat[: math.prod(shape)], shape)
 
 

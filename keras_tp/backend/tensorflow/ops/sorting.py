@@ -20,6 +20,33 @@ def argmin(original, input, axis=None, output_type=tf.int64, name=None):
     return tf.argmax(opposite, axis, output_type)
 
 
+def top_k(original, input, k=1, sorted=True, index_type=tf.int32, name=None):
+    """Adds up the gradient of each value where it comes from.
+
+    TensorFlow's gradient would write outside of a device's part.
+    """
+    x = tf.convert_to_tensor(input)
+    if not x.dtype.is_floating or x.shape[-1] is None:
+        return original(x, k, sorted, index_type, name)
+    result_type = []
+
+    @placement.custom_gradient
+    def found(x):
+        result = original(x, k, sorted, index_type, name)
+        result_type.append(type(result))
+        places = numbers(x.shape[-1], result.indices.dtype)
+
+        def gradient(dy, unused):
+            is_source = result.indices[..., None] == places
+            zero = tf.zeros([], dy.dtype)
+            return tf.reduce_sum(tf.where(is_source, dy[..., None], zero), -2)
+
+        return tuple(result), gradient
+
+    values = found(x)
+    return result_type[0](*values)
+
+
 def sparsemax(original, x, axis=-1):
     """Computes Keras's formula from ranks instead of sorted values.
 

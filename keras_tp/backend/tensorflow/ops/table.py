@@ -63,6 +63,21 @@ def _check_main_diagonal(name, args, kwargs):
         )
 
 
+def eye(
+    original,
+    num_rows,
+    num_columns=None,
+    batch_shape=None,
+    dtype=tf.float32,
+    name=None,
+):
+    """Compares row and column indices."""
+    if batch_shape is not None:
+        return original(num_rows, num_columns, batch_shape, dtype, name)
+    num_columns = num_rows if num_columns is None else num_columns
+    return tf.cast(_rows_minus_columns(num_rows, num_columns) == 0, dtype)
+
+
 def _only_diagonal(matrix):
     """Sets the rest to zero; broadcasts a single column."""
     size = matrix.shape[-2]
@@ -223,6 +238,7 @@ _RULES_BY_OWNER = {
         "convert_to_tensor": convert_to_tensor,
         "einsum": matmul.einsum,
         "ensure_shape": ensure_shape,
+        "eye": eye,
         "gather": embedding.gather,
         "matmul": matmul.matmul,
         "one_hot": one_hot,
@@ -251,7 +267,10 @@ _RULES_BY_OWNER = {
         "diag": diag,
         "diag_part": diag_part,
     },
-    "tensorflow:math": {"bincount": counting.bincount},
+    "tensorflow:math": {
+        "bincount": counting.bincount,
+        "top_k": sorting.top_k,
+    },
     "tensorflow:nn": {
         "avg_pool": conv.avg_pool,
         "bias_add": conv.bias_add,

@@ -1,0 +1,63 @@
+"""Programs that know nothing of a mesh give the numbers of one device on it."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from integration_tests import harness
+from integration_tests import recipes
+from keras_tp import distribution as dist
+
+
+def data_parallel():
+    return dist.DataParallel(device_mesh=harness.mesh((2,), ["batch"]))
+
+
+def tensor_parallel():
+    return dist.TensorParallel(harness.mesh(harness.fitted((1, 2))))
+
+
+def both():
+    split = (dist.get_device_count() + 1) // 2
+    return dist.TensorParallel(harness.mesh((2, min(split, 2))))
+
+
+@pytest.mark.parametrize("make", [data_parallel, tensor_parallel, both])
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_a_program_gives_the_numbers_of_one_device(name, make):
+    run = recipes.RECIPES[name]
+    keras.utils.set_random_seed(5)
+    expected = run()
+    keras.utils.set_random_seed(5)
+    with make().scope():
+        found = run()
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_layers_that_move_while_they_are_frozen(shape):
+    """They train as before when they are trainable again."""
+
+    def trained(distribution):
+        keras.utils.set_random_seed(5)
+        body = keras.Sequential(
+            [layers.Dense(8, "tanh", name="up"), layers.Dense(4)], name="body"
+        )
+        model = keras.Sequential(
+            [keras.Input((6,)), body, layers.Dense(2, name="head")]
+        )
+        body.trainable = False
+        if distribution is not None:
+            dist.distribute_model(model, distribution)
+        body.trainable = True
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        x, y = recipes._numbers((8, 6)), recipes._numbers((8, 2), 1)
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        return model.get_weights()
+
+    layouts = {".*up/kernel": (None, "model")}
+    expected = trained(None)
+    found = trained(harness.model_parallel(layouts, shape))
+    for a, b in zip(found, expected):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
