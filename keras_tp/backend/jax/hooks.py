@@ -11,6 +11,7 @@ from keras_tp.backend.hooks import methods_row
 from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import batches
 from keras_tp.backend.jax import blocks
+from keras_tp.backend.jax import convolution
 from keras_tp.backend.jax import pooling
 from keras_tp.backend.jax import processes
 from keras_tp.backend.jax import programs
@@ -106,6 +107,12 @@ TABLE = [
         ("max_pool", "adaptive_max_pool"),
         pooling.hook_max_pool,
         "gradients are correct where pooling windows cross two devices",
+    ),
+    Hook(
+        "jax.lax",
+        "conv_general_dilated",
+        convolution.hook_conv,
+        "gradients of kernels of grouped convolutions are correct",
     ),
     Hook(
         f"{_KERAS}.distribution_lib",
