@@ -35,7 +35,6 @@ LISTED_REFUSED = {
     "DTensor has no expansion of a change of an image's geometry": (
         "DepthToSpace",
         "ExtractImagePatches",
-        "ImageProjectiveTransformV3",
         "SpaceToDepth",
     ),
     "DTensor has no layout for the lists of a loop": ("TensorListStack",),
@@ -87,10 +86,6 @@ REFUSED = {
     "Svd": (SQUARE, ops.svd),
     "DepthToSpace": (IMAGES, lambda x: ops.depth_to_space(x, 2)),
     "ExtractImagePatches": (IMAGES, lambda x: ops.unfold(x, 2)),
-    "ImageProjectiveTransformV3": (
-        IMAGES,
-        lambda x: ops.image.affine_transform(x, ops.ones((2, 8))),
-    ),
     "SpaceToDepth": (IMAGES, lambda x: ops.space_to_depth(x, 2)),
     "TensorListStack": (VECTORS, lambda x: ops.map(lambda row: row * 2, x)),
     "Cross": ((3, 4, 3, 2), lambda x: ops.cross(x, x + 1, axis=2)),

@@ -12,6 +12,7 @@ import math
 import numpy as np
 import tensorflow as tf
 
+from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow.ops import sorting
 
 _MASK = 0xFFFFFFFF
@@ -77,7 +78,7 @@ def _blocks(seed, count):
 def _in_order(lanes, shape):
     """Interleaves the lanes, block after block, into a shape."""
     numbers = tf.stack(lanes, axis=-1)
-    if numbers.shape[0] == 1:
+    if numbers.shape[0] == 1 and placement.current_mesh() is not None:
         # Else DTensor may ask the concatenation for a split along its own dim.
         numbers = sorting.gathered(numbers, 1)
     flat = tf.reshape(numbers, [-1])
