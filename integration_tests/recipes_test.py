@@ -7,7 +7,10 @@ from keras import layers
 
 from integration_tests import harness
 from integration_tests import recipes
+from integration_tests import recipes_examples
 from keras_tp import distribution as dist
+
+RECIPES = {**recipes.RECIPES, **recipes_examples.RECIPES}
 
 
 def data_parallel():
@@ -24,9 +27,9 @@ def both():
 
 
 @pytest.mark.parametrize("make", [data_parallel, tensor_parallel, both])
-@pytest.mark.parametrize("name", recipes.RECIPES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_program_gives_the_numbers_of_one_device(name, make):
-    run = recipes.RECIPES[name]
+    run = RECIPES[name]
     keras.utils.set_random_seed(5)
     expected = run()
     keras.utils.set_random_seed(5)

@@ -183,6 +183,14 @@ def rnn(original, *args, **kwargs):
     )
     if kwargs.get("mask") is not None:
         kwargs["mask"] = shape_ops.steps_first(kwargs["mask"])
+        if kwargs.get("go_backwards"):
+            # Keras's unrolled loop reverses the mask of the steps, but not
+            # that of the outputs which become zeros.
+            kwargs["go_backwards"] = False
+            for name in ("inputs", "mask"):
+                kwargs[name] = tree.map_structure(
+                    lambda x: tf.stack(tf.unstack(x)[::-1]), kwargs[name]
+                )
     last, outputs, states = original(**kwargs)
     return last, tree.map_structure(shape_ops.samples_first, outputs), states
 

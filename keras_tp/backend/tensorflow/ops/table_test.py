@@ -344,6 +344,29 @@ def test_steps_with_a_mask():
     np.testing.assert_allclose(got[1], expected[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("sequences", [False, True])
+def test_a_mask_is_read_backwards(sequences):
+    """Outputs of masked steps are zeros, and only those."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        lstm = layers.LSTM(4, return_sequences=sequences)
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Embedding(9, 8, mask_zero=True, name="up"),
+                layers.Bidirectional(lstm),
+            ]
+        )
+
+    x = np.array([[1, 2, 3, 0, 0, 0], [0, 5, 4, 3, 2, 1]])
+    expected = make().predict(x, verbose=0)
+    with distribution().scope():
+        model = make()
+    got = model.predict(x, verbose=0)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("jit", [False, True])
 def test_numbers_of_an_eager_call_are_on_the_mesh(jit):
     class Weighted(layers.Layer):
