@@ -44,6 +44,7 @@ SHARED = [
             "ops",
             "ops_layers",
             "planned_models",
+            "recipes",
             "public_api",
             "residence",
             "whole_model",

@@ -163,6 +163,19 @@ def where(original, condition, x=None, y=None, name=None):
     return original(tf.reshape(condition, [1] * rank), x, y, name)
 
 
+def concat(original, values, axis, name="concat"):
+    """Joins batches; DTensor fails if what follows needs the result split."""
+    joined = original(values, axis, name)
+    axis = tf.get_static_value(tf.convert_to_tensor(axis))
+    if placement.batch_axis() is None or axis is None or int(axis):
+        return joined
+    values = values if isinstance(values, (list, tuple)) else [values]
+    sizes = {len(x.shape) and x.shape[0] for x in values if hasattr(x, "shape")}
+    if joined.shape[0] is None or sizes <= {0, 1}:
+        return joined
+    return sorting.gathered(joined, 0)
+
+
 def scatter_nd(original, indices, updates, shape, name=None):
     """Casts indices to int32, because DTensor always makes int32 shapes."""
     indices = tf.cast(indices, tf.int32)
@@ -243,6 +256,7 @@ _RULES_BY_OWNER = {
     },
     "tensorflow": {
         "argmin": sorting.argmin,
+        "concat": concat,
         "convert_to_tensor": convert_to_tensor,
         "einsum": matmul.einsum,
         "ensure_shape": ensure_shape,
