@@ -166,6 +166,42 @@ def splits_of(inputs, count=2):
     return found
 
 
+def axes_of(inputs, dims, axis="model"):
+    """Returns the axes of each dim of each input, for one split dim of each."""
+    return [
+        tuple(axis if d == dim else None for d in range(x.ndim))
+        for x, dim in zip(inputs, dims)
+    ]
+
+
+def splits_over_two_axes(inputs, limit=40):
+    """Returns axes of each dim of each input, on a mesh of two axes.
+
+    One dim over one of the axes, while the other axis splits nothing; two dims
+    of the inputs, over both axes; dims of two inputs over one axis.
+    """
+    places = [
+        (i, dim)
+        for i, x in enumerate(inputs)
+        for dim, size in enumerate(x.shape)
+        if size % 2 == 0 and size
+    ]
+
+    def split(axis_by_place):
+        return [
+            tuple(axis_by_place.get((i, dim)) for dim in range(x.ndim))
+            for i, x in enumerate(inputs)
+        ]
+
+    found = [split({place: "batch"}) for place in places]
+    found += [split({place: "model"}) for place in places]
+    for a, b in itertools.combinations(places, 2):
+        found.append(split({a: "batch", b: "model"}))
+        if a[0] != b[0]:
+            found.append(split({a: "batch", b: "batch"}))
+    return found[:limit]
+
+
 def weights_like(outputs):
     """Returns random weights for the sum whose gradient is taken."""
     rng = np.random.default_rng(7)

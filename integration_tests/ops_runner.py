@@ -244,20 +244,21 @@ def reference(case):
     return None
 
 
-def outcome(known, dims, mesh):
+def outcome(known, axes, mesh):
     """Runs a case with split inputs, and says how it ends.
 
     Args:
         known: `Reference`.
-        dims: Tuple with an int, or `None`, for each input.
-        mesh: `DeviceMesh` with an axis `"model"`.
+        axes: List with a tuple for each input: the mesh axis, or `None`, of
+            each of its dims.
+        mesh: `DeviceMesh`.
 
     Returns:
         Pair of strings: `"split"`, `"whole"`, `"refused"` or `"wrong"`, and
         what is wrong or why it is refused.
     """
     try:
-        found = on_mesh(known.case, dims, mesh, known.gradients)
+        found = on_mesh(known.case, axes, mesh, known.gradients)
     except _REFUSALS as e:
         text = f"{type(e).__name__}: {e}"
         is_clear = isinstance(e, (NotImplementedError, ValueError))
@@ -267,25 +268,25 @@ def outcome(known, dims, mesh):
     difference = differences(found, known.found)
     if difference:
         return "wrong", difference
-    is_alone = sum(dim is not None for dim in dims) == 1
+    is_alone = sum(axis is not None for of in axes for axis in of) == 1
     if is_alone and found.lies_whole(known.case.inputs):
         return "whole", ""
     return "split", ""
 
 
-def on_mesh(case, dims, mesh, gradients=True):
-    """Runs a case with each input split along a dim of its own.
+def on_mesh(case, axes, mesh, gradients=True):
+    """Runs a case with inputs split along dims of their own.
 
     Args:
         case: `ops_cases.Case`.
-        dims: Tuple with an int, or `None`, for each input.
-        mesh: `DeviceMesh` with an axis `"model"`.
+        axes: List with a tuple for each input: the mesh axis, or `None`, of
+            each of its dims.
+        mesh: `DeviceMesh`.
         gradients: Boolean, whether gradients are taken. Defaults to `True`.
     """
     tensors = []
-    for x, dim in zip(case.inputs, dims):
-        axes = ["model" if d == dim else None for d in range(x.ndim)]
-        layout = distribution.TensorLayout(axes, mesh)
+    for x, of_dims in zip(case.inputs, axes):
+        layout = distribution.TensorLayout(of_dims, mesh)
         tensor = keras.ops.convert_to_tensor(x)
         tensors.append(distribution.distribute_tensor(tensor, layout))
         if BACKEND == "torch":

@@ -51,9 +51,10 @@ def outcomes_of(name, cases):
         if ops_listed.reason(ops_listed.DRAWN, BACKEND, name) is not None:
             reference = _on_whole_inputs(reference, mesh)
         for dims in ops_cases.splits_of(case.inputs):
+            axes = ops_cases.axes_of(case.inputs, dims)
             layout_map = distribution.LayoutMap(mesh)
             with distribution.ModelParallel(layout_map=layout_map).scope():
-                outcome = ops_runner.outcome(reference, dims, mesh)
+                outcome = ops_runner.outcome(reference, axes, mesh)
             found[case.name, dims] = outcome
     _note(name, found)
     return found
@@ -64,8 +65,8 @@ def _on_whole_inputs(reference, mesh):
     case = reference.case
     layout_map = distribution.LayoutMap(mesh)
     with distribution.ModelParallel(layout_map=layout_map).scope():
-        dims = (None,) * len(case.inputs)
-        found = ops_runner.on_mesh(case, dims, mesh, reference.gradients)
+        axes = [(None,) * x.ndim for x in case.inputs]
+        found = ops_runner.on_mesh(case, axes, mesh, reference.gradients)
     return reference._replace(found=found)
 
 
@@ -111,6 +112,28 @@ def test_a_function_with_split_inputs(name):
         "it in `ops_inputs.NO_TENSORS`."
     )
     check(name, outcomes_of(name, cases))
+
+
+@pytest.mark.parametrize("name", filter(is_in_slice, FUNCTIONS))
+def test_a_function_on_a_mesh_of_two_axes(name):
+    """Partitioners add up parts that the other axis repeats, if they err."""
+    if distribution.get_device_count() < 4:
+        pytest.skip("needs 4 devices")
+    if ops_listed.reason(ops_listed.DRAWN, BACKEND, name) is not None:
+        pytest.skip("its numbers depend on the mesh")
+    mesh = harness.mesh((2, 2))
+    wrong = []
+    for case in ops_cases.cases_of(name):
+        reference = ops_runner.reference(case)
+        if reference is None:
+            continue
+        for axes in ops_cases.splits_over_two_axes(case.inputs):
+            layout_map = distribution.LayoutMap(mesh)
+            with distribution.ModelParallel(layout_map=layout_map).scope():
+                outcome, text = ops_runner.outcome(reference, axes, mesh)
+            if outcome == "wrong":
+                wrong.append(f"{case.name} split along {axes}: {text}")
+    assert not wrong, "\n\n".join(wrong)
 
 
 def test_every_public_function_has_a_place():

@@ -1,4 +1,4 @@
-"""Convolutions of groups of channels."""
+"""Convolutions, where XLA's partitioner computes them wrongly."""
 
 import functools
 import inspect
@@ -6,16 +6,19 @@ import inspect
 import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
+from keras.src.backend.jax import core
 from keras.src.distribution.distribution_lib import distribution
 
 
 def hook_conv(original):
-    """Computes the convolutions of groups, which XLA's partitioner does not.
+    """Lays out the inputs of convolutions so that XLA computes them correctly.
 
-    It doubles the gradient of the kernel, without an error, if the batch is
-    split over one mesh axis and the mesh has another (jax 0.10). So each part
-    of the batch is convolved by itself. It ends the process if the kernel's
-    input channels are split, so these are replicated.
+    With jax 0.10, on a mesh of two axes, the gradient of a kernel is doubled,
+    without an error, if height or width is split along one axis, or if the
+    batch is and the convolution has groups. So height and width are
+    replicated, of images and kernels, and each part of a batch is convolved by
+    itself. On any mesh, XLA ends the process if the input channels of the
+    kernel of a grouped convolution are split, so they are replicated.
     """
 
     signature = inspect.signature(original)
@@ -25,33 +28,52 @@ def hook_conv(original):
         given = signature.bind(lhs, rhs, *args, **kwargs).arguments
         parallel = distribution()
         mesh = getattr(parallel, "device_mesh", None)
-        if (
-            mesh is None
-            or given.get("feature_group_count", 1) == 1
-            # Each device has its own part already.
-            or jax.sharding.get_abstract_mesh().manual_axes
-        ):
+        if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
+            return original(lhs, rhs, *args, **kwargs)
+        sizes = dict(zip(mesh.axis_names, mesh.shape))
+        has_groups = given.get("feature_group_count", 1) > 1
+        is_wide = max(mesh.shape) < mesh.devices.size
+        if not has_groups and not is_wide:
             return original(lhs, rhs, *args, **kwargs)
         dims = jax.lax.conv_dimension_numbers(
             lhs.shape, rhs.shape, given.get("dimension_numbers")
         )
-        options = {name: _hashable(given[name]) for name in given}
-        del options["lhs"], options["rhs"]
+        options = {
+            name: _hashable(value)
+            for name, value in given.items()
+            if name not in ("lhs", "rhs")
+        }
         options["dimension_numbers"] = dims
-        axis = parallel.batch_dim_name
-        size = dict(zip(mesh.axis_names, mesh.shape)).get(axis, 1)
-        if lhs.shape[dims.lhs_spec[0]] % size or size in (1, mesh.devices.size):
-            axis = None
-        return _conv_of_groups(
+        axis = None
+        if has_groups and is_wide:
+            axis = parallel.batch_dim_name
+            if lhs.shape[dims.lhs_spec[0]] % sizes.get(axis, 1):
+                axis = None
+        return _laid_out(
             lhs,
             rhs,
             original,
             tuple(options.items()),
             mesh.backend_mesh,
-            axis,
+            axis if sizes.get(axis, 1) > 1 else None,
+            is_wide,
+            has_groups,
         )
 
     return conv_general_dilated
+
+
+def correlate(original, x1, x2, mode="valid"):
+    """Replicates what it convolves, for the same reason as `hook_conv`.
+
+    `jnp.correlate` does not call the function that `hook_conv` replaces.
+    """
+    mesh = getattr(distribution(), "device_mesh", None)
+    if mesh is not None and max(mesh.shape) < mesh.devices.size:
+        x1, x2 = map(core.convert_to_tensor, (x1, x2))
+        whole = jax.jit(_replicated, static_argnums=(1, 2))
+        x1, x2 = (whole(x, (0,), mesh.backend_mesh) for x in (x1, x2))
+    return original(x1, x2, mode)
 
 
 def _hashable(value):
@@ -60,25 +82,33 @@ def _hashable(value):
     return value
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
-def _conv_of_groups(lhs, rhs, original, options, mesh, batch_axis):
+@functools.partial(jax.jit, static_argnums=range(2, 8))
+def _laid_out(lhs, rhs, original, options, mesh, axis, is_wide, has_groups):
     options = dict(options)
     dims = options["dimension_numbers"]
-    free = PartitionSpec.UNCONSTRAINED
-    in_channels = dims.rhs_spec[1]
-    spec = [None if d == in_channels else free for d in range(rhs.ndim)]
-    sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    rhs = jax.lax.with_sharding_constraint(rhs, sharding)
     conv = functools.partial(original, **options)
-    if batch_axis is not None:
+    whole = (*dims.rhs_spec[1:2] * has_groups, *dims.rhs_spec[2:] * is_wide)
+    rhs = _replicated(rhs, whole, mesh)
+    if axis is not None:
         conv = jax.shard_map(
             conv,
             mesh=mesh,
-            in_specs=(_at(dims.lhs_spec[0], batch_axis), PartitionSpec()),
-            out_specs=_at(dims.out_spec[0], batch_axis),
-            axis_names={batch_axis},
+            in_specs=(_at(dims.lhs_spec[0], axis), PartitionSpec()),
+            out_specs=_at(dims.out_spec[0], axis),
+            axis_names={axis},
         )
-    return conv(lhs, rhs)
+    if not is_wide:
+        return conv(lhs, rhs)
+    outputs = conv(_replicated(lhs, dims.lhs_spec[2:], mesh), rhs)
+    # Constrains the gradient too.
+    return _replicated(outputs, dims.out_spec[2:], mesh)
+
+
+def _replicated(x, dims, mesh):
+    free = PartitionSpec.UNCONSTRAINED
+    spec = [None if dim in dims else free for dim in range(x.ndim)]
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _at(dim, axis):

@@ -1,4 +1,4 @@
-"""Gradients of convolutions of groups of channels.
+"""Convolutions and their gradients on meshes of two axes.
 
 `integration_tests/recipes_test.py` trains a whole model (`conv_next`).
 """
@@ -76,6 +76,59 @@ def test_gradient(name, shape, split):
             for a, b in zip(jax.tree.leaves(run(x, k)), expected):
                 scale = np.abs(b).max()
                 np.testing.assert_allclose(a / scale, b / scale, atol=2e-6)
+
+
+# Dims of the image, and of the kernel, that are split over each axis.
+SPLITS = [
+    ({1: "batch"}, {}),
+    ({2: "batch"}, {3: "model"}),
+    ({1: "batch", 3: "model"}, {}),
+    ({3: "batch"}, {0: "model"}),
+    ({3: "batch"}, {0: "batch"}),
+]
+
+
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("of_image, of_kernel", SPLITS)
+def test_height_and_width_are_split(of_image, of_kernel, dilation):
+    x, k = numbers((2, 8, 8, 4), 0), numbers((2, 3, 4, 6), 1)
+
+    def loss(x, k):
+        y = ops.conv(x, k, 1, "same", dilation_rate=dilation)
+        return ops.sum(y * numbers(y.shape, 2)), y
+
+    def compute(x, k):
+        # Traced each time: a trace without a distribution knows no mesh.
+        step = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+        return jax.tree.leaves(step(x, k))
+
+    expected = compute(x, k)
+    mesh = dist.DeviceMesh((2, 2), ["batch", "model"], dist.list_devices()[:4])
+    layout_map = dist.LayoutMap(mesh)
+    with dist.ModelParallel(layout_map=layout_map).scope():
+        x, k = (
+            dist.distribute_tensor(
+                value, dist.TensorLayout([dims.get(d) for d in range(4)], mesh)
+            )
+            for value, dims in ((x, of_image), (k, of_kernel))
+        )
+        found = compute(x, k)
+    for a, b in zip(found, expected):
+        scale = np.abs(b).max()
+        np.testing.assert_allclose(a / scale, b / scale, atol=2e-6)
+
+
+@pytest.mark.parametrize("mode", ["valid", "same", "full"])
+def test_correlate(mode):
+    x, y = numbers((8,), 0), numbers((4,), 1)
+    expected = ops.correlate(x, y, mode)
+    mesh = dist.DeviceMesh((2, 2), ["batch", "model"], dist.list_devices()[:4])
+    layout_map = dist.LayoutMap(mesh)
+    with dist.ModelParallel(layout_map=layout_map).scope():
+        x = dist.distribute_tensor(x, dist.TensorLayout(["batch"], mesh))
+        y = dist.distribute_tensor(y, dist.TensorLayout(["model"], mesh))
+        found = jax.jit(lambda x, y: ops.correlate(x, y, mode))(x, y)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_second_derivative():

@@ -112,7 +112,13 @@ TABLE = [
         "jax.lax",
         "conv_general_dilated",
         convolution.hook_conv,
-        "gradients of kernels of grouped convolutions are correct",
+        "gradients of kernels are correct on meshes of two axes",
+    ),
+    Hook(
+        f"{_KERAS}.numpy",
+        "correlate",
+        around(convolution.correlate),
+        "correlations are correct on meshes of two axes",
     ),
     Hook(
         f"{_KERAS}.distribution_lib",
