@@ -7,6 +7,7 @@ from keras import layers
 
 import keras_tp
 from keras_tp import distribution as dist
+from keras_tp.distribution import optimizer_slots
 
 
 class TwoInputs(keras.Model):
@@ -73,6 +74,30 @@ def test_values_that_are_read_have_the_layouts_of_the_plan():
     assert distribution.plan is None
     _ = [variable.value for variable in model.trainable_variables]
     assert_planned(model, distribution)
+
+
+def test_slots_of_an_optimizer_that_is_built_first():
+    """A loop of one's own builds its optimizer before it calls the model."""
+    distribution = parallel()
+    with distribution.scope():
+        # The provisional layout of a kernel splits its largest dim.
+        model = keras.Sequential(
+            [
+                keras.Input((24,)),
+                layers.Dense(16, activation="gelu", name="up"),
+                layers.Dense(8, name="down"),
+            ]
+        )
+        optimizer = keras.optimizers.Adam()
+        optimizer.build(model.trainable_variables)
+    assert_planned(model, distribution)
+    kernel = model.get_layer("up").kernel
+    assert distribution.plan[kernel.path].axes == (None, "model")
+    axes = keras_tp.backend.distribution_lib.variable_axes
+    slots = list(optimizer_slots.slots_of(optimizer))
+    assert len(slots) == 8
+    for slot, variable, _ in slots:
+        assert axes(slot) == axes(variable), slot.path
 
 
 def test_the_outermost_model_is_planned():

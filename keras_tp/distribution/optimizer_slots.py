@@ -4,6 +4,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from keras_tp import backend
 from keras_tp.backend import hooks
+from keras_tp.distribution import model_state
 from keras_tp.distribution import variable_origin
 from keras_tp.distribution.tensor_layout import axis_names
 from keras_tp.distribution.tensor_layout import axis_size
@@ -26,7 +27,14 @@ def lay_out_factors(original, self, var_list):
 
 @hooks.around
 def lay_out_slots(original, self, /, reference_variable, *args, **kwargs):
-    """Wraps `add_variable_from_reference`, to split slots further."""
+    """Wraps `add_variable_from_reference`, to split slots further.
+
+    An optimizer that no model has, as in a custom loop, may be the first to use
+    a variable. The model is planned before, because its plan does not move the
+    slots of such an optimizer.
+    """
+    if getattr(reference_variable, "_awaits_plan", False):
+        model_state.plan_model_with(reference_variable)
     layout = getattr(reference_variable, "_layout", None)
     if layout is None:
         return original(self, reference_variable, *args, **kwargs)
