@@ -241,6 +241,34 @@ def test_a_process_that_dies_while_it_starts(tmp_path):
     assert not launching.running(str(tmp_path))
 
 
+LISTENERS = """
+import os
+import socket
+
+from keras_tp import distribution as dist
+
+dist.list_devices()
+first = os.environ["KERAS_DISTRIBUTION_JOB_ADDRESSES"].split(",")[0]
+if os.environ["KERAS_DISTRIBUTION_PROCESS_ID"] == "0":
+    for host in ("127.0.0.1", "127.0.0.2"):
+        try:
+            address = host, int(first.rpartition(":")[2])
+            socket.create_connection(address, timeout=20).close()
+            print(host)
+        except ConnectionRefusedError:
+            pass
+"""
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="TensorFlow has no such setting")
+def test_the_coordinator_listens_at_the_given_address_only(tmp_path):
+    script = tmp_path / "listeners.py"
+    script.write_text(LISTENERS)
+    result = launch(script)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["127.0.0.1"]
+
+
 def test_signals_reach_every_process(tmp_path):
     script = tmp_path / "waits.py"
     script.write_text(WAITS)

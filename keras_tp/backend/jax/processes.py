@@ -106,6 +106,12 @@ def start(job_addresses=None, num_processes=None, process_id=None):
         # several devices, see `programs`.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     rendezvous.meet(address, count, own, TIMEOUT_S)
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    bound = None
+    if own == 0 and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        # Otherwise JAX's coordinator listens at all addresses of this host.
+        bound = rendezvous.bound_address(host, int(port))
     left = TIMEOUT_S - (time.monotonic() - began)
     jax.distributed.initialize(
         # The original arguments: JAX detects missing ones itself.
@@ -113,10 +119,10 @@ def start(job_addresses=None, num_processes=None, process_id=None):
         num_processes,
         process_id,
         initialization_timeout=max(5, math.ceil(left)),
+        coordinator_bind_address=bound,
         heartbeat_timeout_seconds=_HEARTBEAT_S,
     )
     error_propagation.together(store(), _put, _get)
-    host = address.rpartition(":")[0].strip("[]")
     heartbeats.start(
         host, own, count, _put, _get, TIMEOUT_S, error_propagation.end_now
     )

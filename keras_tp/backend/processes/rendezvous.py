@@ -212,6 +212,13 @@ def server(host, port):
     return socket.create_server(("", port))
 
 
+def bound_address(host, port):
+    """Returns the `"address:port"` that `server` listens at."""
+    with server(host, port) as found:
+        address = found.getsockname()[0]
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
 def read_line(link):
     """Returns the next line, or its first part if the connection ends."""
     line = b""

@@ -108,6 +108,8 @@ def test_only_the_given_address_is_listened_at(address):
     port = int(address.rpartition(":")[2])
     with rendezvous.server("127.0.0.1", port) as server:
         assert server.getsockname() == ("127.0.0.1", port)
+    bound = rendezvous.bound_address("127.0.0.1", port)
+    assert bound == f"127.0.0.1:{port}"
 
 
 def test_an_address_of_another_host_is_listened_for_at_all(address):

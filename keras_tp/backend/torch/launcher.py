@@ -18,6 +18,7 @@ from keras_tp.backend.hooks import Hook
 from keras_tp.backend.processes import commands
 from keras_tp.backend.processes import error_propagation
 from keras_tp.backend.processes import failure_report
+from keras_tp.backend.processes.supervisor import free_ports
 
 # Variables with which users choose torchrun's output. They have precedence.
 _OUTPUT_VARIABLES = ("PET_LOCAL_RANKS_FILTER", "PET_REDIRECTS", "PET_TEE")
@@ -71,14 +72,15 @@ def launch(plan, argv):
             f"--devices {plan.devices} --processes {plan.processes}"
         )
     per_host = plan.devices // max(len(plan.hosts), 1)
-    where = ["--standalone"]
-    if plan.hosts:
-        address, _, port = plan.hosts[0].rpartition(":")
-        where = [
-            *("--nnodes", str(len(plan.hosts))),
-            *("--node-rank", str(plan.host_index)),
-            *("--master-addr", address, "--master-port", port),
-        ]
+    # Not `--standalone`: that rendezvous loads a pickle from a socket.
+    hosts = plan.hosts or [f"127.0.0.1:{port}" for port in free_ports(1)]
+    address, _, port = hosts[0].rpartition(":")
+    where = [
+        *("--nnodes", str(len(hosts))),
+        *("--node-rank", str(plan.host_index)),
+        *("--rdzv-backend", "static"),
+        *("--master-addr", address, "--master-port", port),
+    ]
     first = plan.host_index * per_host
     where += ["--nproc-per-node", str(per_host)]
     where += _redirects(plan, first, per_host)
