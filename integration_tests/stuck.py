@@ -77,6 +77,28 @@ CASES = {
 }
 
 
+def _of_first(case):
+    """Returns a case in which process 0 is the one that fails."""
+    return case._replace(said=case.said.replace("rocess 1", "rocess 0"))
+
+
+# Process 0 also has the store, and hears where the others are.
+CASES |= {
+    f"{name}_of_0": _of_first(CASES[name])
+    for name in (
+        "kill_callback",
+        "kill_save",
+        "loop_callback",
+        "stop_callback",
+        "stop_save",
+        "exit0_callback",
+        "osexit0_callback",
+        "raise_callback",
+        "term_callback",
+    )
+}
+
+
 class Outcome(
     collections.namedtuple("Outcome", ["case", "seconds", "code", "errors"])
 ):

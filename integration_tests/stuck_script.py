@@ -1,4 +1,10 @@
-"""A run of two processes in which one fails, or stops, as an argument says."""
+"""A run of two processes in which one fails, or stops, as an argument says.
+
+    python -m keras_tp.launch --devices 2 --processes 2 \
+        integration_tests/stuck_script.py kill_callback FOLDER
+
+That is process 1; with `kill_callback_of_0` it is process 0.
+"""
 
 import os
 import pathlib
@@ -16,13 +22,14 @@ from keras_tp.backend import distribution_lib as lib
 WHAT, FOLDER = sys.argv[1], pathlib.Path(sys.argv[2])
 INDEX = lib.process_id()
 # How a process fails, and where.
-HOW, _, WHERE = WHAT.partition("_")
+FAILING = 0 if WHAT.endswith("_of_0") else 1
+HOW, _, WHERE = WHAT.removesuffix("_of_0").partition("_")
 BATCHES = 10**6
 
 
 def fail(where):
-    """Fails in process 1, if this is the place."""
-    if WHERE != where or INDEX != 1:
+    """Fails in one process, if this is the place."""
+    if WHERE != where or INDEX != FAILING:
         return
     (FOLDER / "began").touch()
     if HOW == "kill":
@@ -87,7 +94,7 @@ def batches(x):
     for batch in range(BATCHES):
         if batch == 3:
             fail("source")
-            if HOW == "end" and INDEX == 1:
+            if HOW == "end" and INDEX == FAILING:
                 (FOLDER / "began").touch()
                 return
         yield x, x
