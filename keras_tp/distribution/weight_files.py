@@ -7,6 +7,7 @@ import zipfile
 import zlib
 
 import h5py
+import numpy as np
 from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import StatelessScope
@@ -16,6 +17,7 @@ from keras.src.distribution.distribution_lib import distribution
 from keras_tp.backend import hooks
 from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import one_writer
+from keras_tp.distribution import model_state
 
 # Errors from a damaged archive, JSON or HDF5. Plain `RuntimeError` is left out:
 # missing processes raise it, and the file is not at fault.
@@ -36,18 +38,26 @@ class _DryRun(StatelessScope):
     """Scope in which `assign` checks its value and then drops it.
 
     `last_read` holds the last array read from the file.
+
+    Attributes:
+        converted: Dict from the path of each variable of another dtype to the
+            dtype in the file and that of the variable.
+        with_nan: Dict from the path of each variable whose value has NaN to
+            how many of its numbers are NaN.
     """
 
     def __init__(self, last_read):
         super().__init__(initialize_variables=False)
         self._last_read = last_read
         self.converted = {}
+        self.with_nan = {}
 
     def add_update(self, update):
         variable, _ = update
         for value in self._last_read:
             if value.shape == tuple(variable.shape):
                 self._check_dtype(variable, value.dtype.name)
+                self._count_nan(variable, value)
 
     def _check_dtype(self, variable, saved):
         held = backend.standardize_dtype(variable._dtype)
@@ -61,6 +71,12 @@ class _DryRun(StatelessScope):
                 f"Received: dtype={saved}"
             )
         self.converted[variable.path] = saved, held
+
+    def _count_nan(self, variable, value):
+        if backend.is_float_dtype(value.dtype.name):
+            count = int(np.isnan(value).sum())
+            if count:
+                self.with_nan[variable.path] = count
 
 
 def _kind(dtype):
@@ -85,18 +101,38 @@ def check_before_loading(original, /, model, filepath, *args, **kwargs):
             with one_writer.checking(filepath) as last_read:
                 with _DryRun(last_read) as run:
                     original(model, filepath, *args, **kwargs)
-    _warn_of_conversions(filepath, run.converted)
+    _report(filepath, run, _is_strict(model))
     return original(model, filepath, *args, **kwargs)
 
 
-def _warn_of_conversions(filepath, converted):
-    for path, (saved, held) in list(converted.items())[:1]:
-        warnings.warn(
-            f"{len(converted)} variables have another dtype in the file "
+def _is_strict(model):
+    parallel = model_state.distribution_of(model)
+    layout_map = getattr(parallel, "_layout_map", None)
+    return getattr(parallel, "_strict", getattr(layout_map, "strict", False))
+
+
+def _report(filepath, run, is_strict):
+    """Warns of values that can be loaded but may not be meant; or raises."""
+    problems = []
+    for path, (saved, held) in list(run.converted.items())[:1]:
+        problems.append(
+            f"{len(run.converted)} variables have another dtype in the file "
             f"{str(filepath)!r} and are converted. The first is {path!r}: "
-            f"saved as {saved}, now {held}.",
-            stacklevel=4,
+            f"saved as {saved}, now {held}."
         )
+    for path, count in list(run.with_nan.items())[:1]:
+        problems.append(
+            f"{len(run.with_nan)} variables have NaN in the file "
+            f"{str(filepath)!r}. The first is {path!r}: {count} of its numbers "
+            "are NaN."
+        )
+    if problems and is_strict:
+        raise ValueError(
+            f"{' '.join(problems)} The model is unchanged, because its "
+            "distribution is strict. To load the file, use `strict=False`."
+        )
+    for problem in problems:
+        warnings.warn(problem, stacklevel=4)
 
 
 @hooks.around

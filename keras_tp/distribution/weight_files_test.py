@@ -40,6 +40,49 @@ def test_another_float_dtype_is_converted_with_one_warning(tmp_path, scope):
     assert model.layers[0].kernel.dtype == "float32"
 
 
+def with_nan(tmp_path):
+    model = build()
+    kernel, bias = model.get_weights()
+    kernel[1, 2] = np.nan
+    model.set_weights([kernel, bias])
+    path = tmp_path / "nan.weights.h5"
+    model.save_weights(path)
+    return path
+
+
+def test_nan_is_loaded_with_a_warning(tmp_path, scope):
+    with scope:
+        model, path = build(), with_nan(tmp_path)
+        with pytest.warns(UserWarning, match="/kernel': 1 of its numbers"):
+            model.load_weights(path)
+        assert np.isnan(model.get_weights()[0]).sum() == 1
+
+
+@pytest.mark.parametrize("kind", ["nan", "dtype"])
+@pytest.mark.parametrize("is_map", [False, True])
+def test_a_strict_distribution_refuses(is_map, kind, tmp_path):
+    mesh = harness.mesh(harness.fitted((1, 2)))
+    if is_map:
+        layout_map = dist.LayoutMap(mesh)
+        layout_map.strict = True
+        layout_map[".*kernel"] = (None, "model")
+        distribution = dist.ModelParallel(layout_map=layout_map)
+    else:
+        distribution = dist.TensorParallel(mesh, strict=True)
+    with distribution.scope():
+        model = build()
+        before = model.get_weights()
+        path = {"nan": with_nan, "dtype": saved_as_float16}[kind](tmp_path)
+        with pytest.raises(ValueError, match=f"{path.name}.*is unchanged"):
+            model.load_weights(path)
+        for old, new in zip(before, model.get_weights()):
+            np.testing.assert_array_equal(old, new)
+
+
+def saved_as_float16(tmp_path):
+    return saved(tmp_path, dtype="float16")
+
+
 def test_a_file_of_other_shapes_leaves_the_model_unchanged(tmp_path, scope):
     with scope:
         model = build()
