@@ -292,6 +292,12 @@ TABLE = [
         "optimizer slots are split over the batch axis on request",
     ),
     Hook(
+        "keras.src.optimizers.base_optimizer:BaseOptimizer",
+        "build",
+        optimizer_slots.lay_out_own_state,
+        "an optimizer made outside of a distribution can update its model",
+    ),
+    Hook(
         "keras.src.optimizers.adafactor:Adafactor",
         "build",
         optimizer_slots.lay_out_factors,

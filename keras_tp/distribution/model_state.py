@@ -190,11 +190,19 @@ def adopt_state(model):
     belongs to the model from now on.
     """
     current = distribution()
-    if current is None:
-        return
-    for variable, role in variables_of(model):
-        if role == variable_origin.WEIGHT:
-            continue
+    if current is not None:
+        state = variables_of(model)
+        adopt((v for v in state if v[1] != variable_origin.WEIGHT), current)
+
+
+def adopt(state, current):
+    """Replicates state that has no layout, and notes its distribution.
+
+    Args:
+        state: Iterable of pairs `(variable, role)`.
+        current: `Distribution`.
+    """
+    for variable, role in state:
         if variable._layout is None and variable._value is not None:
             variable._origin = variable_origin.Origin(role, None, current)
             backend.distribution_lib.relayout_variable(

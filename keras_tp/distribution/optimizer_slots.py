@@ -26,6 +26,25 @@ def lay_out_factors(original, self, var_list):
 
 
 @hooks.around
+def lay_out_own_state(original, self, variables):
+    """Wraps `build`, to replicate what an optimizer has besides its slots.
+
+    A custom loop may make its optimizer outside of the model's distribution.
+    """
+    of_variables = (
+        variable_origin.origin_of(variable).distribution
+        for variable in variables
+        if getattr(variable, "_layout", None) is not None
+    )
+    own = next(of_variables, None)
+    if own is not None and model_state.may_move():
+        state = ((v, variable_origin.SLOT) for v in self._variables)
+        with variable_origin.scope_of(own):
+            model_state.adopt(state, own)
+    original(self, variables)
+
+
+@hooks.around
 def lay_out_slots(original, self, /, reference_variable, *args, **kwargs):
     """Wraps `add_variable_from_reference`, to split slots further.
 

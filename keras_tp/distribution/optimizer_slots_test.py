@@ -1,9 +1,11 @@
 import types
 
 import keras
+import numpy as np
 import pytest
 from keras import layers
 
+from integration_tests import harness
 from keras_tp import distribution as dist
 from keras_tp.distribution import optimizer_slots
 from keras_tp.distribution.optimizer_slots import slot_layout
@@ -77,3 +79,49 @@ def test_slots_split_over_the_batch_axis_too(mesh, axes, shape, dims, expected):
     assert slot_layout(layout, shape, dims, sharding).axes == expected
     kept = tuple(axes[dim] for dim in dims)
     assert slot_layout(layout, shape, dims, None).axes == kept
+
+
+def weights_after_two_updates(make, layer):
+    optimizer = make()
+    optimizer.build(layer.trainable_variables)
+    for step in range(2):
+        # As a custom loop may have them: whole, on one device.
+        gradients = [
+            keras.ops.convert_to_tensor(np.full(v.shape, step + 0.5, "float32"))
+            for v in layer.trainable_variables
+        ]
+        optimizer.apply(gradients, layer.trainable_variables)
+    return layer.get_weights()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.Adam(0.1),
+        lambda: keras.optimizers.SGD(0.1),
+        pytest.param(
+            lambda: keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(0.1)
+            ),
+            marks=pytest.mark.skipif(
+                keras.config.backend() == "jax",
+                reason="Keras's `apply` fails outside of a stateless scope",
+            ),
+        ),
+    ],
+    ids=["adam", "sgd", "loss_scale"],
+)
+def test_an_optimizer_that_is_made_outside_of_the_distribution(make):
+    def dense():
+        keras.utils.set_random_seed(2)
+        layer = layers.Dense(6, name="up")
+        layer.build((None, 4))
+        return layer
+
+    expected = weights_after_two_updates(make, dense())
+    layouts, shape = {".*kernel": (None, "model")}, harness.fitted((1, 2))
+    with harness.model_parallel(layouts, shape).scope():
+        layer = dense()
+    found = weights_after_two_updates(make, layer)
+    for a, b in zip(found, expected):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
