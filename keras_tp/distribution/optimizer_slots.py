@@ -27,7 +27,7 @@ def lay_out_factors(original, self, var_list):
 
 @hooks.around
 def lay_out_own_state(original, self, variables):
-    """Wraps `build`, to replicate what an optimizer has besides its slots.
+    """Wraps `build`, to replicate the step counter and the learning rate.
 
     A custom loop may make its optimizer outside of the model's distribution.
     """

@@ -40,8 +40,8 @@ class _DryRun(StatelessScope):
     `last_read` holds the last array read from the file.
 
     Attributes:
-        converted: Dict from the path of each variable of another dtype to the
-            dtype in the file and that of the variable.
+        converted: Dict from the path of each variable of another dtype to a
+            pair: the dtype in the file, the dtype of the variable.
         with_nan: Dict from the path of each variable whose value has NaN to
             how many of its numbers are NaN.
     """

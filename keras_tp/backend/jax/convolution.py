@@ -64,7 +64,7 @@ def hook_conv(original):
 
 
 def correlate(original, x1, x2, mode="valid"):
-    """Replicates what it convolves, for the same reason as `hook_conv`.
+    """Replicates both inputs, for the same reason as `hook_conv`.
 
     `jnp.correlate` does not call the function that `hook_conv` replaces.
     """

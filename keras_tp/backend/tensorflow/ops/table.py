@@ -197,8 +197,8 @@ def rnn(original, *args, **kwargs):
     if kwargs.get("mask") is not None:
         kwargs["mask"] = shape_ops.steps_first(kwargs["mask"])
         if kwargs.get("go_backwards"):
-            # Keras's unrolled loop reverses the mask of the steps, but not
-            # that of the outputs which become zeros.
+            # Keras's unrolled loop reverses the mask of the steps. It does not
+            # reverse the mask that sets outputs to zero.
             kwargs["go_backwards"] = False
             for name in ("inputs", "mask"):
                 kwargs[name] = tree.map_structure(
