@@ -76,6 +76,74 @@ def test_values_that_are_read_have_the_layouts_of_the_plan():
     assert_planned(model, distribution)
 
 
+def _stateless_gradient(model, x):
+    import jax
+
+    def loss(trainable, others, x):
+        outputs, _ = model.stateless_call(trainable, others, x)
+        return keras.ops.sum(outputs**2)
+
+    trainable = [v.value for v in model.trainable_variables]
+    others = [v.value for v in model.non_trainable_variables]
+    return jax.value_and_grad(loss)(trainable, others, x)
+
+
+def _of_jax(transform):
+    """Applies a transformation to a loss; the import is JAX's own."""
+
+    def use(model, x):
+        import jax
+
+        return transform(jax, lambda x: keras.ops.sum(model(x) ** 2))(x)
+
+    return use
+
+
+FIRST_USES = {
+    "grad": _of_jax(lambda jax, loss: jax.grad(loss)),
+    "jit of grad": _of_jax(lambda jax, loss: jax.jit(jax.grad(loss))),
+    "vmap": _of_jax(lambda jax, loss: jax.vmap(lambda row: loss(row[None]))),
+    "stateless_call": _stateless_gradient,
+}
+
+
+@pytest.mark.skipif(
+    keras.config.backend() != "jax", reason="transformations of JAX"
+)
+@pytest.mark.parametrize(
+    "use, form",
+    [
+        *((use, form) for use in FIRST_USES for form in ("layers", "stack")),
+        # In the others, Keras would make the variables in a trace.
+        ("grad", "unbuilt"),
+    ],
+)
+def test_a_transformation_of_jax_is_the_first_use(use, form):
+    """After the scope, and as on one device."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        if form == "stack":
+            return pair()
+        parts = [layers.Dense(16, activation="gelu"), layers.Dense(8)]
+        if form == "unbuilt":
+            return keras.Sequential(parts)
+        inputs = keras.Input((8,))
+        return keras.Model(inputs, parts[1](parts[0](inputs)))
+
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
+    expected = FIRST_USES[use](make(), x)
+    distribution = parallel()
+    with distribution.scope():
+        model = make()
+    found = FIRST_USES[use](model, x)
+    for a, b in zip(keras.tree.flatten(found), keras.tree.flatten(expected)):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    # A trace moves nothing; the next call does.
+    model(x)
+    assert_planned(model, distribution)
+
+
 def test_slots_of_an_optimizer_that_is_built_first():
     """A loop of one's own builds its optimizer before it calls the model."""
     distribution = parallel()
