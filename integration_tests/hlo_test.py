@@ -1,5 +1,6 @@
 """With the same layouts, the compiled step is that of plain Keras."""
 
+import hashlib
 import re
 
 import keras
@@ -51,6 +52,31 @@ def step_hlo(library, build, patterns, shape, uneven=False):
     )
 
 
+def dataflow(text):
+    """Returns a digest of a program, whatever the names and the order in it.
+
+    XLA may name instructions, and list independent ones, in another way if it
+    has removed constraints that change nothing.
+    """
+    digests, computation, result = {}, None, None
+    for line in text.splitlines():
+        named = re.match(r"\s*(ROOT )?(%[\w.-]+) = (.*)", line)
+        if named:
+            is_root, name, instruction = named.groups()
+            # Operands and computations stand before what uses them.
+            expanded = re.sub(
+                r"%[\w.-]+", lambda m: digests[m.group()], instruction
+            )
+            digest = hashlib.sha256(expanded.encode()).hexdigest()
+            digests[name] = digest
+            result = digest if is_root else result
+        elif line.endswith("{"):
+            computation = re.search(r"%[\w.-]+", line).group()
+        elif line == "}":
+            digests[computation] = result
+    return result
+
+
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
 @pytest.mark.parametrize("case", CASES)
 def test_train_step_is_that_of_plain_keras(case, shape):
@@ -61,7 +87,7 @@ def test_train_step_is_that_of_plain_keras(case, shape):
     keras_tp.install()
     ours = step_hlo(dist, build, patterns, shape)
     assert len(plain) > 1000
-    assert ours == plain
+    assert ours == plain or dataflow(ours) == dataflow(plain)
 
 
 def test_another_layout_is_another_program():
@@ -69,3 +95,5 @@ def test_another_layout_is_another_program():
     one = step_hlo(dist, build, patterns, (1, 4))
     other = step_hlo(dist, build, {".*up/kernel": ("model", None)}, (1, 2))
     assert one != other
+    assert dataflow(one) != dataflow(other)
+    assert dataflow(one) == dataflow(re.sub(r"%(\w)", r"%a_\1", one))
