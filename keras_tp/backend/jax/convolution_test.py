@@ -147,3 +147,16 @@ def test_a_second_derivative():
     with dist.ModelParallel(layout_map=layout_map).scope():
         found = jax.jit(product)(k)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_xla_is_wrong_by_itself():
+    """If this fails with a newer JAX, try to do without `convolution.py`."""
+    x, k = numbers((4, 6, 5, 8), 0), numbers((3, 3, 1, 8), 1)
+    mesh = dist.DeviceMesh((2, 2), ["batch", "model"], dist.list_devices()[:4])
+    layout = dist.TensorLayout(["batch"] + [None] * 3, mesh).backend_layout
+
+    # No distribution is active, so the hook changes nothing.
+    gradient = jax.grad(lambda k, x: ops.sum(ops.conv(x, k, padding="same")))
+    expected = jax.jit(gradient)(k, x)
+    found = jax.jit(gradient)(k, jax.device_put(x, layout))
+    np.testing.assert_allclose(found, 2 * expected, rtol=1e-4, atol=1e-4)
