@@ -18,14 +18,21 @@ SOME = (
 SLACK_S = 20 if os.environ.get("KERAS_TP_SLOW") == "1" else 120
 
 
+# An open defect: nobody ends a run on TensorFlow whose process 0 is stopped.
+OPEN = ("stop_callback_of_0", "stop_save_of_0")
+
+
+def marks(case, run):
+    found = [] if case in SOME and run == 0 else [pytest.mark.slow]
+    if BACKEND == "tensorflow" and case in OPEN:
+        found.append(pytest.mark.xfail(strict=True, reason="see OPEN"))
+    return found
+
+
 @pytest.mark.parametrize(
     "case, run",
     [
-        pytest.param(
-            case,
-            run,
-            marks=[] if case in SOME and run == 0 else pytest.mark.slow,
-        )
+        pytest.param(case, run, marks=marks(case, run))
         for case in stuck.CASES
         for run in range(5)
     ],
