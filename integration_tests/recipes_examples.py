@@ -70,7 +70,7 @@ class GAN(keras.Model):
         return self.loss_fn(ops.zeros((ops.shape(noise)[0], 1)), logits)
 
     def turns(self, real, noise):
-        """Returns what each network is trained with, and on."""
+        """Returns the network, optimizer, metric and loss of each turn."""
         discriminator = (
             self.discriminator,
             self.d_optimizer,

@@ -18,7 +18,7 @@ SOME = (
 SLACK_S = 20 if os.environ.get("KERAS_TP_SLOW") == "1" else 120
 
 
-# An open defect: nobody ends a run on TensorFlow whose process 0 is stopped.
+# An open defect: on TensorFlow a run hangs if its process 0 is stopped.
 OPEN = ("stop_callback_of_0", "stop_save_of_0")
 
 

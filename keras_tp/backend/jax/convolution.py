@@ -44,18 +44,18 @@ def hook_conv(original):
             if name not in ("lhs", "rhs")
         }
         options["dimension_numbers"] = dims
-        axis = None
-        if has_groups and is_wide:
-            axis = parallel.batch_dim_name
-            if lhs.shape[dims.lhs_spec[0]] % sizes.get(axis, 1):
-                axis = None
+        axis = parallel.batch_dim_name
+        parts = sizes.get(axis, 1)
+        by_part = has_groups and is_wide and parts > 1
+        if not by_part or lhs.shape[dims.lhs_spec[0]] % parts:
+            axis = None
         return _laid_out(
             lhs,
             rhs,
             original,
             tuple(options.items()),
             mesh.backend_mesh,
-            axis if sizes.get(axis, 1) > 1 else None,
+            axis,
             is_wide,
             has_groups,
         )
