@@ -18,15 +18,8 @@ SOME = (
 SLACK_S = 20 if os.environ.get("KERAS_TP_SLOW") == "1" else 120
 
 
-# An open defect: on TensorFlow a run hangs if its process 0 is stopped.
-OPEN = ("stop_callback_of_0", "stop_save_of_0")
-
-
 def marks(case, run):
-    found = [] if case in SOME and run == 0 else [pytest.mark.slow]
-    if BACKEND == "tensorflow" and case in OPEN:
-        found.append(pytest.mark.xfail(strict=True, reason="see OPEN"))
-    return found
+    return [] if case in SOME and run == 0 else [pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

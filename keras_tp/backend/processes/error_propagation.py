@@ -27,6 +27,8 @@ _KEY = "keras_tp/first_error"
 # check takes. A check delays the end of its own process by no more than that.
 _POLL_S = 0.5
 _LOOK_S = 0.1
+# Longest wait for the store to take this process's error, in seconds.
+_REPORT_S = 2.0
 # Seconds to wait for the cause of a communication error.
 _CAUSE_S = 1.5
 
@@ -166,12 +168,20 @@ def together(store, put, get, *errors):
         first_line = traceback.format_exception_only(kind, error)[-1].strip()
         fail(1, first_line)
 
-    def report(message):
+    def put_error(message):
         try:
             put(_KEY, f"{store.index} {message}".encode())
         except RuntimeError:
             # Another process failed first, or the store is gone.
             return
+
+    def report(message):
+        # While process 0 is stopped, TensorFlow's store waits without limit.
+        thread = threading.Thread(
+            target=put_error, args=(message,), daemon=True
+        )
+        thread.start()
+        thread.join(_REPORT_S)
 
     def look():
         while not stopped.wait(_POLL_S):
