@@ -454,3 +454,48 @@ def test_an_error_while_saving_leaves_the_older_file(tmp_path, monkeypatch):
         backend.distribution_lib.meet("The end of a save that failed")
     assert path.read_bytes() == older
     assert list(tmp_path.iterdir()) == [path]
+
+
+class Interrupted(keras.layers.Dense):
+    """A layer whose save is interrupted, once it is told so."""
+
+    is_told = False
+
+    def save_own_variables(self, store):
+        super().save_own_variables(store)
+        if Interrupted.is_told:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_an_unpacked_model_is_replaced_as_a_whole(
+    has_more, tmp_path, monkeypatch
+):
+    path = tmp_path / "model"
+    with at((1, 4)):
+        model = keras.Sequential(
+            [
+                keras.Input((FEATURES,)),
+                Interrupted(8, name="up"),
+                keras.layers.Dense(OUTPUTS, name="down"),
+            ]
+        )
+        model.compile("sgd", "mse")
+        keras.saving.save_model(model, path, zipped=False)
+        if has_more:
+            (path / "more").mkdir(exist_ok=True)
+            (path / "more" / "notes.txt").write_text("mine")
+        before = state_of(model)
+        model.layers[0].kernel.assign(model.layers[0].kernel + 1)
+        monkeypatch.setattr(Interrupted, "is_told", True)
+        with pytest.raises(KeyboardInterrupt):
+            keras.saving.save_model(model, path, zipped=False)
+        monkeypatch.setattr(Interrupted, "is_told", False)
+        names = {Interrupted.__name__: Interrupted}
+        assert_same(state_of(keras.saving.load_model(path, names)), before)
+        keras.saving.save_model(model, path, zipped=False)
+        loaded = keras.saving.load_model(path, names)
+    assert_same(state_of(loaded), state_of(model))
+    assert os.listdir(tmp_path) == ["model"]
+    if has_more:
+        assert (path / "more" / "notes.txt").read_text() == "mine"

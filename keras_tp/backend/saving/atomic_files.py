@@ -6,6 +6,7 @@ is full, the older file stays as it was.
 """
 
 import contextlib
+import ctypes
 import errno
 import os
 import pathlib
@@ -17,6 +18,8 @@ import tempfile
 # Prefix of the temporary folder. Its host and process tell the next save to the
 # same path whether it may remove the folder.
 _FOLDER = ".{name}.{host}-{process}."
+# Values of AT_FDCWD and RENAME_EXCHANGE in Linux.
+_HERE, _EXCHANGE = -100, 2
 
 
 @contextlib.contextmanager
@@ -61,6 +64,21 @@ def put(new, path):
         shutil.copymode(path, new)
     os.replace(new, path)
     flush(path.parent)
+
+
+def exchange(new, path):
+    """Exchanges two folders in one step, if the system can; returns whether."""
+    shutil.copymode(path, new)
+    try:
+        function = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        # Linux only.
+        return False
+    names = os.fsencode(new), os.fsencode(path)
+    is_done = function(_HERE, names[0], _HERE, names[1], _EXCHANGE) == 0
+    if is_done:
+        flush(path.parent)
+    return is_done
 
 
 def are_others_writing(path):

@@ -133,3 +133,15 @@ def test_a_full_disk(write, older, tmp_path):
     assert e.value.errno == errno.ENOSPC
     assert ("The existing file is unchanged." in str(e.value)) == older
     assert [p.read_text() for p in tmp_path.iterdir()] == ["older"] * older
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs renameat2")
+def test_two_folders_are_exchanged(tmp_path):
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    (tmp_path / "old").chmod(0o750)
+    assert atomic_files.exchange(tmp_path / "new", tmp_path / "old")
+    assert (tmp_path / "old" / "file").read_text() == "new"
+    assert (tmp_path / "new" / "file").read_text() == "old"
+    assert stat.S_IMODE((tmp_path / "old").stat().st_mode) == 0o750

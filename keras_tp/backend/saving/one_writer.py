@@ -7,6 +7,7 @@ midway, the older file stays as it was.
 import contextlib
 import functools
 import os
+import pathlib
 import tempfile
 
 from keras.src import backend
@@ -23,6 +24,9 @@ from keras_tp.backend.saving import sharded_files
 # Suffixes of the formats that Keras writes as one file.
 _LEGACY = (".h5", ".hdf5")
 _FILES = (".keras", *_LEGACY)
+# What Keras writes into the folder of an unpacked model.
+_CONFIG, _METADATA = "config.json", "metadata.json"
+_FOLDER = {_CONFIG, _METADATA, "model.weights.h5", "assets"}
 _SAVING = "Saving, in which only one process writes the files,"
 
 
@@ -197,20 +201,60 @@ def _in_place(filepath):
     path = os.path.realpath(filepath)
     _saves.sealing += 1
     try:
-        if (
-            path.endswith(_FILES)
-            and not os.path.isdir(path)
-            and os.path.isdir(os.path.dirname(path))
-        ):
+        if not os.path.isdir(os.path.dirname(path)):
+            # Keras creates the folder, or writes to a remote one.
+            yield filepath
+        elif not path.endswith(_FILES):
+            with _folder_in_place(pathlib.Path(path)) as new:
+                yield new
+        elif os.path.isdir(path):
+            # Keras raises an error.
+            yield filepath
+        else:
             with atomic_files.replaced(path) as new:
                 yield new
-        else:
-            # A folder, or a path whose parent is not a local folder.
-            yield filepath
-            if os.path.isdir(path):
-                digests.note_folder(path)
     finally:
         _saves.sealing -= 1
+
+
+@contextlib.contextmanager
+def _folder_in_place(path):
+    """Yields a folder to write an unpacked model to, then moves it to `path`."""
+    beside = path
+    if os.path.ismount(path) or not os.access(path.parent, os.W_OK):
+        beside = path / path.name
+    with atomic_files.folder_beside(beside) as folder:
+        new = folder / path.name
+        with atomic_files.full_disk_named(path):
+            yield str(new)
+            digests.note_folder(new)
+        _put_folder(new, path)
+
+
+def _put_folder(new, path):
+    """Moves the folder of an unpacked model into place.
+
+    A folder that holds something else, or that cannot be exchanged on its file
+    system, gets the new files one after the other. The metadata, which is the
+    first, has the digest of the config, which is the last: if this process ends
+    in between and the config differs from the earlier one, loading fails.
+    """
+    files = [file for file in new.rglob("*") if file.is_file()]
+    for file in files:
+        atomic_files.flush(file)
+    if not path.exists():
+        os.replace(new, path)
+        atomic_files.flush(path.parent)
+        return
+    is_in_use = pathlib.Path.cwd().is_relative_to(path)
+    holds_more = not _FOLDER.issuperset(os.listdir(path))
+    if not is_in_use and not holds_more and atomic_files.exchange(new, path):
+        return
+    files.sort(key=lambda file: (file == new / _CONFIG, file.name != _METADATA))
+    for file in files:
+        target = path / file.relative_to(new)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        atomic_files.put(file, target)
 
 
 @contextlib.contextmanager

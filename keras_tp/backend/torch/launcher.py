@@ -4,6 +4,7 @@ import functools
 import glob
 import logging
 import os
+import secrets
 import shlex
 import signal
 import sys
@@ -81,6 +82,9 @@ def launch(plan, argv):
         *("--rdzv-backend", "static"),
         *("--master-addr", address, "--master-port", port),
     ]
+    if not plan.hosts and "PET_RDZV_ID" not in os.environ:
+        # Otherwise all runs would have the id "none".
+        where += ["--rdzv-id", secrets.token_hex(8)]
     first = plan.host_index * per_host
     where += ["--nproc-per-node", str(per_host)]
     where += _redirects(plan, first, per_host)
