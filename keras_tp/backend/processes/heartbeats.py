@@ -116,9 +116,7 @@ class _Server(threading.Thread):
         self._members = {}
 
     def run(self):
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._listening)
-            selector = stack.enter_context(selectors.DefaultSelector())
+        with rendezvous.connections() as selector:
             selector.register(self._listening, selectors.EVENT_READ)
             due = time.monotonic() + progress.BEAT_S
             # Runs until process 0 leaves.
@@ -127,15 +125,15 @@ class _Server(threading.Thread):
                 looked = time.monotonic()
                 has_news = False
                 for key, _ in selector.select(max(due - looked, 0)):
-                    has_news |= self._serve(key, selector, stack)
+                    has_news |= self._serve(key, selector)
                 if has_news or time.monotonic() >= due:
                     self._tell_all(selector, looked)
                     due = time.monotonic() + progress.BEAT_S
 
-    def _serve(self, key, selector, stack):
+    def _serve(self, key, selector):
         """Reads from a connection; returns whether a process has ended."""
         if key.fileobj is self._listening:
-            rendezvous.accept(self._listening, selector, stack, 2 * self._count)
+            rendezvous.accept(self._listening, selector)
             return False
         if not isinstance(key.data, int):
             index = rendezvous.heard(selector, key, self._count, first=0)
@@ -151,7 +149,9 @@ class _Server(threading.Thread):
     def _read(self, index, selector):
         found = self._members[index].received()
         if found is None:
-            selector.unregister(self._members.pop(index).link)
+            link = self._members.pop(index).link
+            selector.unregister(link)
+            link.close()
             state = self._states.get(index, progress.STARTING)
             if state.is_here():
                 state = state._replace(status=progress.GONE)

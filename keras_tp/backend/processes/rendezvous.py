@@ -22,14 +22,15 @@ import secrets
 import selectors
 import socket
 import time
+import warnings
 
 # The environment variable with the secret of a run. Unset is the same as empty.
 SECRET = "KERAS_TP_SECRET"
 _RETRY_S = 0.2
 # Longest line that can be an answer.
 _LINE_BYTES = 4096
-# Number of connections allowed beyond one per process. More are closed.
-_STRANGERS = 64
+# Number of connections that may be without an answer at a time.
+_GUESTS = 64
 
 
 def meet(address, count, index, seconds):
@@ -79,7 +80,15 @@ def _listen(host, port, count, deadline):
                 f"{e}. Choose an address of this host, and a port that nothing "
                 "else uses."
             ) from e
-        selector = stack.enter_context(selectors.DefaultSelector())
+        if not os.environ.get(SECRET) and not _is_local(host):
+            warnings.warn(
+                f"{SECRET} is not set, so anyone who can connect to "
+                f"{host}:{port} can join this run as one of its processes. Set "
+                "it to the same random text on every host, for example to the "
+                "output of `openssl rand -hex 16`.",
+                stacklevel=2,
+            )
+        selector = stack.enter_context(connections())
         selector.register(listening, selectors.EVENT_READ)
         came = {}
         while len(came) < count - 1:
@@ -88,11 +97,13 @@ def _listen(host, port, count, deadline):
                 break
             for key, _ in selector.select(left):
                 if key.fileobj is listening:
-                    accept(listening, selector, stack, count)
+                    accept(listening, selector)
                     continue
                 index = heard(selector, key, count)
-                if index is not None and index not in came:
-                    came[index] = key.fileobj
+                if index is None:
+                    continue
+                stack.enter_context(key.fileobj)
+                came.setdefault(index, key.fileobj)
         missing = sorted(set(range(1, count)) - set(came))
         for connection in came.values():
             # A process that has ended meanwhile does not need the list.
@@ -110,18 +121,45 @@ class _Guest:
         self.answer = b""
 
 
-def accept(listening, selector, stack, count):
-    """Accepts a connection, registers it, and sends it a challenge."""
-    connection = listening.accept()[0]
-    if len(selector.get_map()) > count + _STRANGERS:
-        connection.close()
+@contextlib.contextmanager
+def connections():
+    """Yields a selector, and closes what is registered with it at the end."""
+    with selectors.DefaultSelector() as selector:
+        try:
+            yield selector
+        finally:
+            for key in list(selector.get_map().values()):
+                key.fileobj.close()
+
+
+def accept(listening, selector):
+    """Accepts a connection, registers it, and sends it a challenge.
+
+    A process answers at once. So where too many have not answered, the one that
+    has had the longest time to do so is closed.
+    """
+    try:
+        connection = listening.accept()[0]
+    except OSError:
+        # It was closed meanwhile.
         return
-    stack.enter_context(connection)
+    guests = [
+        key.fileobj
+        for key in selector.get_map().values()
+        if isinstance(key.data, _Guest)
+    ]
+    # They are in the order in which they were registered.
+    for guest in guests[: max(len(guests) - _GUESTS + 1, 0)]:
+        selector.unregister(guest)
+        guest.close()
     connection.setblocking(False)
     guest = _Guest()
-    with contextlib.suppress(OSError):
+    try:
         connection.sendall(guest.challenge.encode() + b"\n")
-        selector.register(connection, selectors.EVENT_READ, guest)
+    except OSError:
+        connection.close()
+        return
+    selector.register(connection, selectors.EVENT_READ, guest)
 
 
 def heard(selector, key, count, first=1):
@@ -131,6 +169,9 @@ def heard(selector, key, count, first=1):
         Int. The proven index, at least `first`; `None` if there is none yet.
     """
     guest, connection = key.data, key.fileobj
+    if connection.fileno() < 0:
+        # `accept` has closed it meanwhile.
+        return None
     try:
         received = connection.recv(_LINE_BYTES)
     except OSError:
@@ -196,10 +237,8 @@ def server(host, port):
     the host's own (address translation), or the host's name resolves to a
     loopback address on the host itself.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, _, _, _, (address, *_) = found[0]
-    is_loopback = ipaddress.ip_address(address).is_loopback
-    if not is_loopback or host in ("localhost", address):
+    family, address = _resolved(host, port)
+    if _is_local(host) or not _is_loopback(address):
         try:
             return socket.create_server((address, port), family=family)
         except OSError as e:
@@ -210,6 +249,23 @@ def server(host, port):
             ("", port), family=socket.AF_INET6, dualstack_ipv6=True
         )
     return socket.create_server(("", port))
+
+
+def _resolved(host, port=0):
+    """Returns the address family of a host, and its first address."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, (address, *_) = found[0]
+    return family, address
+
+
+def _is_loopback(address):
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _is_local(host):
+    """Returns whether the name of a host means this host, on every host."""
+    address = _resolved(host)[1]
+    return _is_loopback(address) and host in ("localhost", address)
 
 
 def bound_address(host, port):

@@ -88,6 +88,34 @@ def test_strangers_are_dropped_and_the_others_meet(
         assert first.result() is None
 
 
+def test_any_number_of_silent_strangers_is_not_waited_for(address, monkeypatch):
+    monkeypatch.setenv(rendezvous.SECRET, "of this run")
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
+        first = pool.submit(rendezvous.meet, address, 2, 0, 60)
+        for _ in range(3 * rendezvous._GUESTS):
+            link = stack.enter_context(connected(address))
+            # Process 0 has accepted it.
+            rendezvous.read_line(link)
+        rendezvous.meet(address, 2, 1, 60)
+        assert first.result() is None
+
+
+def test_a_run_without_a_secret_on_several_hosts_warns(address, monkeypatch):
+    monkeypatch.delenv(rendezvous.SECRET, raising=False)
+    port = address.rpartition(":")[2]
+    with pytest.raises(RuntimeError, match="did not start"):
+        with pytest.warns(UserWarning, match="KERAS_TP_SECRET is not set"):
+            rendezvous.meet(f"192.0.2.1:{port}", 2, 0, 0.1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_run_on_one_host_does_not_warn(address, monkeypatch):
+    monkeypatch.delenv(rendezvous.SECRET, raising=False)
+    with pytest.raises(RuntimeError, match="did not start"):
+        rendezvous.meet(address, 2, 0, 0.1)
+
+
 def test_another_secret_is_no_process_of_the_run(address, monkeypatch):
     monkeypatch.setenv(rendezvous.SECRET, "of this run")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

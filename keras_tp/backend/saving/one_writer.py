@@ -219,7 +219,7 @@ def _in_place(filepath):
 
 @contextlib.contextmanager
 def _folder_in_place(path):
-    """Yields a folder to write an unpacked model to, then moves it to `path`."""
+    """Yields a folder for an unpacked model, then moves it into place."""
     beside = path
     if os.path.ismount(path) or not os.access(path.parent, os.W_OK):
         beside = path / path.name
