@@ -89,11 +89,20 @@ LISTED = [
         "waits for Orbax in the process that writes; the other one reads too "
         "early (`OrbaxCheckpoint.wait_until_finished` waits in both)",
     ),
+    *(
+        Listed(
+            f"callbacks/{name}_test.py::*::test_verbose_logging",
+            PROCESSES,
+            ANY,
+            "asserts a line in the output of each process; only process 0 prints",
+        )
+        for name in ("learning_rate_scheduler", "reduce_lr_on_plateau")
+    ),
     Listed(
-        "callbacks/learning_rate_scheduler_test.py::*::test_verbose_logging",
+        "callbacks/tensorboard_test.py::*::test_custom_summary",
         PROCESSES,
         ANY,
-        "asserts a line in the output of each process; only process 0 prints",
+        "asserts what each process has written; only process 0 writes",
     ),
     Listed(
         "callbacks/backup_and_restore_test.py::*::test_backup_corrupted",

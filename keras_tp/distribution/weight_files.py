@@ -73,10 +73,15 @@ class _DryRun(StatelessScope):
         self.converted[variable.path] = saved, held
 
     def _count_nan(self, variable, value):
-        if backend.is_float_dtype(value.dtype.name):
-            count = int(np.isnan(value).sum())
-            if count:
-                self.with_nan[variable.path] = count
+        count = _nan_count(value)
+        if count:
+            self.with_nan[variable.path] = count
+
+
+def _nan_count(value):
+    if not backend.is_float_dtype(value.dtype.name):
+        return 0
+    return int(np.isnan(value).sum())
 
 
 def _kind(dtype):
@@ -120,19 +125,26 @@ def _report(filepath, run, is_strict):
             f"{str(filepath)!r} and are converted. The first is {path!r}: "
             f"saved as {saved}, now {held}."
         )
-    for path, count in list(run.with_nan.items())[:1]:
-        problems.append(
-            f"{len(run.with_nan)} variables have NaN in the file "
-            f"{str(filepath)!r}. The first is {path!r}: {count} of its numbers "
-            "are NaN."
-        )
+    problems += _nan_problem(filepath, run.with_nan)
+    _tell(problems, is_strict, "The model is unchanged")
+
+
+def _nan_problem(filepath, with_nan):
+    return [
+        f"{len(with_nan)} variables have NaN in the file {str(filepath)!r}. "
+        f"The first is {path!r}: {count} of its numbers are NaN."
+        for path, count in list(with_nan.items())[:1]
+    ]
+
+
+def _tell(problems, is_strict, consequence):
     if problems and is_strict:
         raise ValueError(
-            f"{' '.join(problems)} The model is unchanged, because its "
+            f"{' '.join(problems)} {consequence}, because its "
             "distribution is strict. To load the file, use `strict=False`."
         )
     for problem in problems:
-        warnings.warn(problem, stacklevel=4)
+        warnings.warn(problem, stacklevel=5)
 
 
 @hooks.around
@@ -156,11 +168,22 @@ def name_file(original, /, filepath, *args, **kwargs):
     """Wraps a function that loads a model, so that its errors name the file."""
     if distribution() is None or isinstance(filepath, h5py.File):
         return original(filepath, *args, **kwargs)
+    with_nan = {}
+
+    def see(name, value):
+        count = _nan_count(value)
+        if count:
+            with_nan[name] = count
+
     with (
         _errors_name(filepath, "No model was made."),
-        one_writer.checking(filepath),
+        one_writer.checking(filepath, see),
     ):
-        return original(filepath, *args, **kwargs)
+        model = original(filepath, *args, **kwargs)
+    is_strict = bool(with_nan) and _is_strict(model)
+    problems = _nan_problem(filepath, with_nan)
+    _tell(problems, is_strict, "No model was made")
+    return model
 
 
 @contextlib.contextmanager

@@ -79,6 +79,25 @@ def test_a_strict_distribution_refuses(is_map, kind, tmp_path):
             np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_model_with_nan(is_strict, tmp_path):
+    path = tmp_path / "nan.keras"
+    mesh = harness.mesh(harness.fitted((1, 2)))
+    with dist.TensorParallel(mesh, strict=is_strict).scope():
+        model = build()
+        kernel, bias = model.get_weights()
+        kernel[1, 2] = np.nan
+        model.set_weights([kernel, bias])
+        model.save(path)
+        if is_strict:
+            with pytest.raises(ValueError, match="NaN.*No model was made"):
+                keras.saving.load_model(path)
+            return
+        with pytest.warns(UserWarning, match="1 variables have NaN.*nan.keras"):
+            loaded = keras.saving.load_model(path)
+        assert np.isnan(loaded.get_weights()[0]).sum() == 1
+
+
 def saved_as_float16(tmp_path):
     return saved(tmp_path, dtype="float16")
 

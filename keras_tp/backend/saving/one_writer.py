@@ -37,8 +37,8 @@ class _Saves:
         sealing: Int. Number of saves in which this process writes digests.
         joining: Int. Number of saves in which it only gathers values.
         progress: List of the progress of training to store; see `noting`.
-        read: List with, for each load that is checked, a list that holds the
-            array read last.
+        read: List with, for each load that is checked, a pair: a list that
+            holds the array read last, and a function to call with each array.
         opened: Dict from each open store to the names of the values compared
             so far, or to `None` if it has no values to compare.
     """
@@ -160,7 +160,7 @@ def noting(progress):
 
 
 @contextlib.contextmanager
-def checking(filepath):
+def checking(filepath, see=lambda name, value: None):
     """Context in which the files of a model are compared with their digests.
 
     A value of a weights file is compared when it is read. Values that were not
@@ -169,6 +169,8 @@ def checking(filepath):
 
     Args:
         filepath: What `keras.saving.load_model` or `load_weights` receives.
+        see: Function of the name of a value in its weights file, and of the
+            array, called after the array is read. Defaults to nothing.
     """
     path = filepath
     if isinstance(path, os.PathLike):
@@ -181,10 +183,11 @@ def checking(filepath):
             digests.check_folder(path)
         elif path.endswith(_LEGACY):
             digests.check_bytes(path)
-    _saves.read.append([])
+    last_read = []
+    _saves.read.append((last_read, see))
     opened = len(_saves.opened)
     try:
-        yield _saves.read[-1]
+        yield last_read
     finally:
         _saves.read.pop()
         # Keras leaves a file open if loading fails. HDF5 would then reuse its
@@ -328,7 +331,9 @@ class _Store:
             if compared is not None:
                 dataset = self._h5_entry_group[key]
                 compared.add(digests.check_value(dataset, value))
-            _saves.read[-1][:] = [value]
+            last_read, see = _saves.read[-1]
+            last_read[:] = [value]
+            see(self._h5_entry_group[key].name, value)
         return value
 
     def close(original, self):
