@@ -94,9 +94,16 @@ LISTED = [
             f"callbacks/{name}_test.py::*::test_verbose_logging",
             PROCESSES,
             ANY,
-            "asserts a line in the output of each process; only process 0 prints",
+            "asserts a line in the output of each process; only process 0 "
+            "prints",
         )
         for name in ("learning_rate_scheduler", "reduce_lr_on_plateau")
+    ),
+    Listed(
+        "callbacks/model_checkpoint_test.py::*::test_model_checkpoint_options",
+        PROCESSES,
+        ANY,
+        "makes a folder in each process, which the other one has made already",
     ),
     Listed(
         "callbacks/tensorboard_test.py::*::test_custom_summary",
