@@ -3,6 +3,7 @@
 import collections
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 
@@ -218,6 +219,64 @@ def test_heads_merged_with_the_batch_are_gathered():
     # In two layers; they train as on one device, see above.
     expected = {"jax": 8, "tensorflow": 8, "torch": 12}
     assert counted["all_gather"][0] == expected[keras.config.backend()]
+
+
+def smollm3():
+    return keras_hub.models.SmolLM3Backbone(
+        vocabulary_size=64,
+        hidden_dim=64,
+        intermediate_dim=128,
+        num_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=False,
+        attention_dropout=0.0,
+        rope_layer_enabled_list=[True, True],
+        layer_types=["attention", "attention"],
+        mlp_bias=False,
+        layer_norm_epsilon=1e-5,
+        max_position_embeddings=16,
+        rope_theta=1e4,
+        partial_rotary_factor=1.0,
+    )
+
+
+def gemma3():
+    return keras_hub.models.Gemma3Backbone(
+        vocabulary_size=64,
+        image_size=16,
+        num_layers=2,
+        num_query_heads=4,
+        num_key_value_heads=2,
+        hidden_dim=64,
+        intermediate_dim=128,
+        head_dim=16,
+        use_query_key_norm=True,
+        vision_encoder=None,
+    )
+
+
+@pytest.mark.parametrize("build", [smollm3, gemma3])
+def test_fewer_heads_of_keys_than_devices(build):
+    """Flat projections are not cut inside of a head, or the plan says so."""
+    shape = harness.fitted((1, 4))
+    parallel = planned(build, shape)
+    tokens = {
+        "token_ids": np.arange(4 * 6).reshape(4, 6) % 64,
+        "padding_mask": np.ones((4, 6), "int32"),
+    }
+    with parallel.scope():
+        model = build()
+        model.compile("sgd", "mse")
+    counted = distribution.count_collectives(model, tokens, floats(4, 6, 64))
+    says = "gather tensors in attention, which the plan does not predict"
+    is_said = any(says in row.why for row in parallel.plan.variables)
+    # Gemma's queries are reshaped to 2 x 2 heads, which 4 devices share.
+    assert is_said == (build is gemma3 and shape[1] == 4)
+    if is_said:
+        assert counted["all_gather"][0] > 0
+    else:
+        assert_counted_as_predicted(counted, parallel.plan, 4, 6)
 
 
 # What CI trains.

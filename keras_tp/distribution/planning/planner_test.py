@@ -260,6 +260,27 @@ def test_heads_of_a_flat_projection_are_never_cut_inside():
     assert "heads" in plan["x/b/kernel"].why
 
 
+class Scale(layers.Layer):
+    """The last part of a normalization in each head, as in Gemma 3."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[-1:], name="scale")
+
+    def call(self, x):
+        return x * (1 + self.scale)
+
+
+def test_the_gradient_of_a_scale_within_split_heads_is_summed():
+    inputs = keras.Input((6, 24))
+    x = layers.EinsumDense("btf,fhd->bthd", (6, 4, 7), name="a")(inputs)
+    x = Scale(name="s")(x)
+    outputs = layers.EinsumDense("bthd,hdf->btf", (6, 24), name="b")(x)
+    plan = plan_of(keras.Model(inputs, outputs))
+    assert split(plan) == {"a/kernel": 1, "b/kernel": 0}
+    found = [(r.path, r.backward, r.size.at(3, 1)) for r in plan.reductions]
+    assert found == [("s", True, 4 * 7), ("b", False, 4 * 6 * 24 * 3)]
+
+
 class Fused(layers.Layer):
     """Queries, keys and values in one kernel."""
 

@@ -194,8 +194,24 @@ class Dims:
             for i in range(x.ndim):
                 if i + offset >= 0:
                     self.same(x, i, output, i + offset)
+            self._broadcast(x, offset, output)
             if x.index in self.probabilities and x.shape == output.shape:
                 self.probabilities.add(output.index)
+
+    def _broadcast(self, x, offset, output):
+        """Notes that the gradient of what is broadcast is a sum.
+
+        An example is the scale of a normalization within heads that are split.
+        """
+        kinds = {
+            str(value.dtype).startswith(("float", "bfloat"))
+            for value in (x, output)
+        }
+        if kinds != {True}:
+            return
+        for i in range(output.ndim):
+            if i < offset or x.shape[i - offset] == 1:
+                self.partial(output, i, x, backward=True)
 
     def keep(self, value, i, why):
         """Dim `i` is never split."""
