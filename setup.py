@@ -35,6 +35,7 @@ setup(
             "ruff",
             "tensorflow>=2.20",
             "orbax-checkpoint>=0.11",
+            "tensorboard",
         ],
     },
 )

@@ -147,13 +147,40 @@ def test_weights_and_epoch_are_of_one_moment(tmp_path):
 
 
 def test_tensorboard_is_written_by_one_process(tmp_path):
-    pytest.importorskip("tensorboard")
     with harness.model_parallel(LAYOUTS, harness.fitted((1, 2))).scope():
         fit(
             network(),
             [keras.callbacks.TensorBoard(tmp_path, histogram_freq=1)],
         )
     assert len(list((tmp_path / "train").iterdir())) == 1
+
+
+def fit_with_averages(folder):
+    """Returns the weights at the end, and those in the last checkpoint."""
+    path = folder / "last.weights.h5"
+    model = network()
+    optimizer = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5)
+    model.compile(optimizer, "mse")
+    fit(
+        model,
+        [
+            keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+            keras.callbacks.ModelCheckpoint(path, save_weights_only=True),
+        ],
+    )
+    held = harness.weights_of(model)
+    model.load_weights(path)
+    return held, harness.weights_of(model)
+
+
+def test_averages_are_swapped_and_saved(tmp_path):
+    harness.assert_plain()
+    expected = fit_with_averages(harness.own_folder(tmp_path))
+    with harness.model_parallel(LAYOUTS, harness.fitted((1, 2))).scope():
+        found = fit_with_averages(tmp_path)
+    for held, other in zip(found, expected):
+        for path, value in held.items():
+            np.testing.assert_allclose(value, other[path], rtol=1e-5, atol=1e-6)
 
 
 def with_dropout():
