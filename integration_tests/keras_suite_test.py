@@ -186,6 +186,22 @@ def test_what_a_distribution_splits(name, expected):
     assert axes == expected
 
 
+def test_what_is_compared(tmp_path):
+    rows = {
+        "saving/saving_api_test.py::A::test_load_sharded_weights": "listed",
+        "saving/saving_api_test.py::A::test_other": "failed",
+        "saving/saving_api_test.py::A::test_missing_package": "skipped",
+    }
+    of = keras_suite.Run(BACKEND, "tensor", 2)
+    failed = [{"test": test, "outcome": "failed"} for test in rows]
+    keras_suite._append(of, tmp_path, failed)
+    # The listed one was not run without a distribution.
+    plain = of._replace(distribution="none")
+    keras_suite._append(plain, tmp_path, failed[2:])
+    (found,) = keras_suite.compare(BACKEND, "tensor", 2, tmp_path).values()
+    assert found == rows
+
+
 @pytest.mark.parametrize(
     ["outcomes", "expected"],
     [
@@ -231,12 +247,14 @@ EVERYWHERE = {
         "callbacks/early_stopping_test.py",
     ],
 }
-# Files that pass on one backend only so far.
+# What a backend runs beside them: files that take long on the others, and
+# weights that are split along each largest dim.
 SLICES = {
     "jax": {
         "tensor": [
             *EVERYWHERE["tensor"],
             "callbacks/backup_and_restore_test.py",
+            "saving/saving_api_test.py",
             "trainers/trainer_test.py",
         ],
         "map": [
@@ -246,8 +264,33 @@ SLICES = {
         ],
         "data": EVERYWHERE["data"],
     },
-    "tensorflow": EVERYWHERE,
-    "torch": EVERYWHERE,
+    "tensorflow": {
+        **EVERYWHERE,
+        "map": [
+            "layers/normalization/layer_normalization_test.py",
+            "models/sequential_test.py",
+            "optimizers/sgd_test.py",
+        ],
+    },
+    "torch": {
+        "tensor": [
+            *EVERYWHERE["tensor"],
+            "callbacks/backup_and_restore_test.py",
+            "callbacks/tensorboard_test.py",
+            "layers/attention/multi_head_attention_test.py",
+            "layers/convolutional/conv_test.py",
+            "models/model_test.py",
+            "saving/saving_api_test.py",
+        ],
+        "map": [
+            "layers/core/dense_test.py",
+            "layers/normalization/layer_normalization_test.py",
+            "models/functional_test.py",
+            "models/sequential_test.py",
+            "optimizers/sgd_test.py",
+        ],
+        "data": EVERYWHERE["data"],
+    },
 }
 SLICE = SLICES[BACKEND]
 SLOW = os.environ.get("KERAS_TP_SLOW") == "1"
