@@ -153,19 +153,9 @@ def convolution(
             "a 1D or dilated convolution", data_format, padding
         )
         if is_grouped:
-            count = input.shape[-1] // filters.shape[-2]
-            filters = tf.convert_to_tensor(filters)
-            whole = dtensor.Layout.replicated(
-                placement.current_mesh(), len(filters.shape)
-            )
-            groups = zip(
-                tf.split(input, count, axis=-1),
-                tf.split(dtensor.relayout(filters, whole), count, axis=-1),
-            )
             given = strides, padding, data_format, dilations
-            return tf.concat(
-                [convolution(original, x, w, *given) for x, w in groups], -1
-            )
+            apart = functools.partial(_group_by_group, original, given)
+            return batch_parallel(apart, input, filters)
     elif is_grouped or channels_first or not any(axes):
         return batch_parallel(
             original,
@@ -180,6 +170,17 @@ def convolution(
         image, filters.shape[:-2], strides, padding, dilations
     )
     return _convolve(input, filters, window, image, axes)
+
+
+def _group_by_group(original, given, input, filters):
+    """Convolves whole channels, the groups one after the other."""
+    count = input.shape[-1] // filters.shape[-2]
+    groups = zip(
+        tf.split(input, count, axis=-1), tf.split(filters, count, axis=-1)
+    )
+    return tf.concat(
+        [convolution(original, x, w, *given) for x, w in groups], -1
+    )
 
 
 def conv_transpose(

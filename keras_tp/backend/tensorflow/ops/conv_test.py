@@ -159,6 +159,29 @@ def test_split_kernels_of_transposed_convolutions(name):
     check(size, layer, row, column=False)
 
 
+@pytest.mark.parametrize(
+    "size, layer",
+    [
+        (SEQUENCE, lambda: layers.Conv1D(12, 3, groups=2)),
+        (SEQUENCE, lambda: layers.Conv1D(12, 2, dilation_rate=2, groups=4)),
+        (IMAGE, lambda: layers.Conv2D(12, 2, dilation_rate=2, groups=2)),
+        (VOLUME, lambda: layers.Conv3D(12, 2, groups=2)),
+    ],
+)
+def test_groups_between_split_channels(size, layer):
+    expected = train(build(size, layer))
+    positions = (None,) * len(size)
+    patterns = {
+        ".*first/kernel": (None, "model"),
+        ".*convolution/kernel": (*positions, None, "model"),
+        ".*convolution/bias": ("model",),
+    }
+    with model_parallel(patterns).scope():
+        model = build(size, layer)
+    for actual, wanted in zip(train(model), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("layer", [layers.Conv2D, layers.Conv2DTranspose])
 def test_rows_of_an_image_that_is_whole(layer):
     """Each device takes its channels; the gradient is put together."""
