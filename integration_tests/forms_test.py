@@ -365,6 +365,36 @@ def test_losses_are_those_of_one_device(kind, form, use, where):
             assert row.axes == planned[row.path]
 
 
+def declared(name):
+    """Returns a distribution whose layouts are not planned."""
+    shape = harness.fitted((1, 2))
+    if name == "data":
+        devices = harness.mesh(shape).devices.flatten().tolist()
+        return dist.DataParallel(devices=devices)
+    layout_map = dist.LayoutMap(harness.mesh(shape))
+    layout_map[".*kernel"] = (None, "model")
+    return dist.ModelParallel(layout_map=layout_map)
+
+
+@pytest.mark.parametrize("name", ["data", "map"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_remembers_declared_layouts(form, name):
+    """It is built after the scope of its distribution was left."""
+    losses = reference("dense", form, "fit")
+    parallel = declared(name)
+    with parallel.scope():
+        model = make("dense", form)
+    got = run("dense", "fit", model)
+    np.testing.assert_allclose(got, losses, rtol=1e-5)
+    assert model_state.distribution_of(model) is parallel
+    rows = [r for r in dist.describe(model).rows if r.role == "weight"]
+    assert len(rows) == 4
+    split = {row.path.rpartition("/")[2] for row in rows if row.is_split}
+    assert split == ({"kernel"} if name == "map" else set())
+    held = {len(row.device_bytes) for row in rows}
+    assert held == {parallel.device_mesh.devices.size}
+
+
 def test_a_loop_whose_first_step_builds_the_model(monkeypatch):
     """What the step has read is not moved: the next call plans the model."""
     monkeypatch.setattr(model_state, "build_parts", lambda *args: None)
