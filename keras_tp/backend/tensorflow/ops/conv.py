@@ -16,6 +16,9 @@ from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow.ops import sliding_windows
 
+# Most positions of the kernel of a sequence that is kept once for each of them.
+_LONG = 64
+
 
 def batch_parallel(original, *args, **kwargs):
     """Runs an operation on whole features; only the batch may be split.
@@ -79,12 +82,28 @@ def why_gathered(variable, layer):
         kernel = "a kernel that is computed from several variables"
     elif any(axis != dtensor.UNSHARDED for axis in positions):
         kernel = "a kernel whose window is split"
+    elif (
+        not isinstance(layer, BaseConvTranspose)
+        and max(layer.dilation_rate) == 1
+        and _is_long(variable.shape[: layer.rank], layer.strides)
+    ):
+        kernel = f"a kernel of more than {_LONG} positions"
     else:
         return ""
     return (
         "stored split, computed whole: TensorFlow's DTensor has no expansion "
         f"of a convolution with {kernel}"
     )
+
+
+def _is_long(sizes, strides):
+    """Returns whether a kernel overlaps itself more often than is worthwhile.
+
+    Sliding windows would keep a sequence once for each of its positions, and
+    TensorFlow would compile an operation for each.
+    """
+    (size, *others), (stride, *_) = sizes, sliding_windows.per_dim(strides, 1)
+    return not others and size > _LONG and stride < size
 
 
 def _lay_out(image, channel_axis):
@@ -148,6 +167,12 @@ def convolution(
         return tf.transpose(y, [0, rank + 1, *range(1, rank + 1)])
     axes = _split_channels(filters)
     is_grouped = not channels_first and filters.shape[-2] != input.shape[-1]
+    is_dilated = max(sliding_windows.per_dim(dilations, rank)) > 1
+    is_whole = is_grouped or not any(axes)
+    is_whole |= _is_long(filters.shape[:-2], strides)
+    if rank == 1 and not is_dilated and is_whole:
+        _check_channels_last("a 1D convolution", data_format, padding)
+        return _convolution_of_rows(input, filters, strides, padding)
     if _needs_windows(rank, dilations) or (rank == 3 and is_grouped):
         _check_channels_last(
             "a 1D or dilated convolution", data_format, padding
@@ -170,6 +195,23 @@ def convolution(
         image, filters.shape[:-2], strides, padding, dilations
     )
     return _convolve(input, filters, window, image, axes)
+
+
+def _convolution_of_rows(input, filters, strides, padding):
+    """Convolves a sequence as an image of one row.
+
+    DTensor has no 1D convolution, and sliding windows would keep the sequence
+    once for each position of the kernel.
+    """
+    (stride,) = sliding_windows.per_dim(strides, 1)
+    rows = batch_parallel(
+        tf.nn.conv2d,
+        tf.expand_dims(input, 1),
+        tf.expand_dims(filters, 0),
+        strides=[1, 1, stride, 1],
+        padding=padding,
+    )
+    return tf.squeeze(rows, 1)
 
 
 def _group_by_group(original, given, input, filters):

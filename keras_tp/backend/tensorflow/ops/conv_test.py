@@ -274,22 +274,29 @@ def test_the_gradient_of_means_that_are_whole():
 
 GATHERED = {
     "groups": (
+        IMAGE,
         lambda: layers.Conv2D(8, 2, groups=2),
         (None, None, None, "model"),
     ),
     "positions": (
+        IMAGE,
         lambda: layers.Conv2D(8, (2, 3)),
         ("model", None, None, None),
+    ),
+    "long": (
+        (80,),
+        lambda: layers.Conv1D(8, 65, strides=2),
+        (None, None, "model"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", GATHERED)
 def test_what_is_computed_whole_is_reported(name):
-    layer, axes = GATHERED[name]
-    expected = train(build(IMAGE, layer))
+    size, layer, axes = GATHERED[name]
+    expected = train(build(size, layer))
     with model_parallel({".*convolution/kernel": axes}, (1, 2)).scope():
-        model = build(IMAGE, layer)
+        model = build(size, layer)
     for actual, wanted in zip(train(model), expected, strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-6)
     row = dist.describe(model)["images/convolution/kernel"]
