@@ -154,28 +154,37 @@ def transpose(original, a, perm=None, conjugate=False, name="transpose"):
 def steps_first(x):
     """Swaps samples and steps, the first two dims, as recurrent layers do.
 
-    The gradient is put together from its steps: a transpose of DTensor can
-    neither split nor gather a dim, as the gradients of a cell may need.
+    The result is put together from its steps: a transpose of DTensor can
+    neither split nor gather a dim, as the weights and the gradients of a cell
+    may need.
     """
+    return _swapped(x, _to_steps_first, _to_samples_first)
+
+
+def samples_first(x):
+    """Swaps steps and samples back, see `steps_first`."""
+    return _swapped(x, _to_samples_first, _to_steps_first)
+
+
+def _swapped(x, swap, swap_back):
     x = tf.convert_to_tensor(x)
-    steps = x.shape[1]
-    if steps is None or not x.dtype.is_floating:
-        return samples_first(x)
+    if None in x.shape[:2] or not x.dtype.is_floating:
+        return tf.transpose(x, [1, 0, *range(2, len(x.shape))])
 
     @placement.custom_gradient
     def swapped(x):
-        def gradient(dy):
-            rows = [tf.expand_dims(dy[i], 1) for i in range(steps)]
-            return tf.concat(rows, 1)
-
-        return samples_first(x), gradient
+        return swap(x), swap_back
 
     return swapped(x)
 
 
-def samples_first(x):
-    """Swaps the first two dims."""
-    return tf.transpose(x, [1, 0, *range(2, len(x.shape))])
+def _to_steps_first(x):
+    steps = [tf.expand_dims(x[:, i], 0) for i in range(x.shape[1])]
+    return tf.concat(steps, 0)
+
+
+def _to_samples_first(x):
+    return tf.concat([tf.expand_dims(step, 1) for step in tf.unstack(x)], 1)
 
 
 def _is_of_samples(x):

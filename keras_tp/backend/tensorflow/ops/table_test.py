@@ -324,6 +324,31 @@ def test_units_of_a_step_are_split(make):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("kernel", ["kernel", "recurrent_kernel"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: layers.SimpleRNN(4, return_sequences=True),
+        lambda: layers.LSTM(4),
+        lambda: layers.RNN([layers.GRUCell(4), layers.GRUCell(4)]),
+    ],
+    ids=["simple_rnn", "lstm", "stacked_gru"],
+)
+def test_rows_of_a_cell_whose_input_is_whole(layer, kernel):
+    def build():
+        keras.utils.set_random_seed(1)
+        return keras.Sequential([keras.Input((3, 4)), layer()])
+
+    expected = train(build())
+    extra = {f".*/{kernel}": ("model", None)}
+    with distribution((1, 2), extra).scope():
+        model = build()
+    assert any(row.is_split for row in dist.describe(model).rows)
+    got = train(model)
+    for a, b in zip(keras.tree.flatten(got), keras.tree.flatten(expected)):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
 def test_steps_with_a_mask():
     def make():
         keras.utils.set_random_seed(1)
