@@ -320,11 +320,12 @@ def reference(kind, form, use):
 PLACES = ("inside", "after")
 WAYS = list(itertools.product(FORMS, USES, PLACES))
 OTHERS = [kind for kind in KINDS if kind != "dense"]
-# Some ways of each other kind, so that each way is that of some kind. The
-# stride has no factor in common with the number of ways.
+# Each kind but "dense" gets some ways, and each way gets at least one kind.
+# This step has no factor in common with the number of ways.
 STRIDE = 17
 EACH = math.ceil(len(WAYS) / len(OTHERS))
-# All ways of one kind, some of each other kind, and one in which most differs.
+# All ways for "dense", some for each other kind, and for each the way in which
+# most differs.
 IN_CI = {
     *(("dense", *way) for way in WAYS),
     *(

@@ -117,7 +117,7 @@ LISTED = [
         "callbacks/tensorboard_test.py::*::test_custom_summary",
         PROCESSES,
         ANY,
-        "asserts what each process has written; only process 0 writes",
+        "asserts that each process writes its summaries; only process 0 does",
     ),
     Listed(
         "callbacks/backup_and_restore_test.py::*::test_backup_corrupted",

@@ -247,8 +247,8 @@ EVERYWHERE = {
         "callbacks/early_stopping_test.py",
     ],
 }
-# What a backend runs beside them: files that take long on the others, and
-# weights that are split along each largest dim.
+# Some backends also run files that take too long on others. Under "map", each
+# weight is split along its largest dim.
 SLICES = {
     "jax": {
         "tensor": [

@@ -123,7 +123,7 @@ class _Guest:
 
 @contextlib.contextmanager
 def connections():
-    """Yields a selector, and closes what is registered with it at the end."""
+    """Yields a selector. At the end, its connections are closed."""
     with selectors.DefaultSelector() as selector:
         try:
             yield selector

@@ -199,9 +199,10 @@ class Dims:
                 self.probabilities.add(output.index)
 
     def _broadcast(self, x, offset, output):
-        """Notes that the gradient of what is broadcast is a sum.
+        """The gradient of `x` is a sum over the dims that `x` lacks.
 
-        An example is the scale of a normalization within heads that are split.
+        If the devices share such a dim, they have to add up their parts. An
+        example is the scale of a normalization, where heads are split.
         """
         kinds = {
             str(value.dtype).startswith(("float", "bfloat"))
