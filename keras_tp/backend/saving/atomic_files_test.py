@@ -145,3 +145,27 @@ def test_two_folders_are_exchanged(tmp_path):
     assert (tmp_path / "old" / "file").read_text() == "new"
     assert (tmp_path / "new" / "file").read_text() == "old"
     assert stat.S_IMODE((tmp_path / "old").stat().st_mode) == 0o750
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_file_is_on_the_disk_before_it_is_in_place(tmp_path, monkeypatch):
+    path = tmp_path / "a.h5"
+    done = []
+
+    def fsync(descriptor):
+        target = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        done.append(("flush", target.name))
+        original(descriptor)
+
+    def replace(new, target):
+        done.append(("move", pathlib.Path(new).name))
+        move(new, target)
+
+    original, move = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    with atomic_files.replaced(path) as new:
+        pathlib.Path(new).write_text("newer")
+    # The folder is flushed last: it has the new name.
+    expected = [("flush", path.name), ("move", path.name)]
+    assert done == [*expected, ("flush", tmp_path.name)]
