@@ -172,6 +172,47 @@ def test_fully_sharded(shape):
     assert_fully_sharded(harness.model_parallel(layouts, shape), shape)
 
 
+def steps_network():
+    """On sequences, with a normalization between."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((4, FEATURES))
+    x = layers.Dense(UNITS, activation="relu", name="up")(inputs)
+    x = layers.LayerNormalization(name="norm")(x)
+    x = layers.Dense(UNITS, name="mid")(x)
+    x = layers.GlobalAveragePooling1D()(x)
+    return keras.Model(inputs, layers.Dense(FEATURES, name="down")(x))
+
+
+@SHAPES
+@pytest.mark.parametrize(
+    "axes", [("batch", "model"), ("model", "batch"), ("batch", None)]
+)
+def test_one_layout_for_all_kernels(axes, shape):
+    """The README's layout, which fits no pair of a column and a row split."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((BATCH, 4, FEATURES), "float32")
+
+    def train():
+        model = steps_network()
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        losses = [model.train_on_batch(x, data()[1]) for _ in range(3)]
+        return model, [np.ravel(loss)[0] for loss in losses]
+
+    harness.assert_plain()
+    plain, expected = train()
+    want = harness.weights_of(plain)
+    with harness.model_parallel({".*kernel": axes}, shape).scope():
+        model, losses = train()
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    got = harness.weights_of(model)
+    for path, value in want.items():
+        np.testing.assert_allclose(got[path], value, atol=1e-5, err_msg=path)
+    parts = np.prod([shape["batch model".split().index(a)] for a in axes if a])
+    for row in distribution.describe(model).rows:
+        if row.path.endswith("kernel") and row.role == "weight":
+            assert set(row.device_bytes.values()) == {row.bytes // parts}
+
+
 @SHAPES
 def test_a_plan_that_is_fully_sharded(shape):
     plan = distribution.plan_sharding(

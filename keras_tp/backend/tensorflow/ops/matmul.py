@@ -17,10 +17,29 @@ def matmul(original, a, b, *args, output_type=None, **kwargs):
     """
     if output_type is not None:
         a, b = tf.cast(a, output_type), tf.cast(b, output_type)
+    b = _weight_of_one_axis(b)
     ranks = [len(getattr(x, "shape", ())) for x in (a, b)]
     if min(ranks) > 1 and ranks[0] != ranks[1] and not args and not kwargs:
         b = _summed_as(tf.convert_to_tensor(a), tf.convert_to_tensor(b))
     return original(a, b, *args, **kwargs)
+
+
+def _weight_of_one_axis(x):
+    """Gathers a matrix that the batch axis splits, or two axes, along one.
+
+    A product of DTensor has one split dim at most, and cannot split another
+    one over the batch axis, as in a fully sharded model.
+    """
+    specs = placement.specs_of(x)
+    if specs is None or not len(specs) == len(x.shape) == 2:
+        return x
+    batch = placement.batch_axis()
+    if batch not in specs and dtensor.UNSHARDED in specs:
+        return x
+    gathered = batch if batch in specs else specs[0]
+    wanted = [dtensor.UNSHARDED if s == gathered else s for s in specs]
+    layout = dtensor.Layout(wanted, placement.current_mesh())
+    return dtensor.relayout(tf.convert_to_tensor(x), layout)
 
 
 def _summed_as(a, b):
@@ -44,6 +63,8 @@ def tensordot(original, a, b, axes, name=None):
     LoRA on an attention kernel this would be the heads dim, in the first factor
     or in its product with the inputs.
     """
+    if axes == [[-1], [0]]:
+        b = _weight_of_one_axis(b)
     if axes != [[-1], [0]] or len(b.shape) != 2 or not _may_be_split_within(a):
         return original(a, b, axes, name)
     letters = string.ascii_letters[: len(a.shape) - 1]
