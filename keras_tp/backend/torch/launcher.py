@@ -82,9 +82,6 @@ def launch(plan, argv):
         *("--rdzv-backend", "static"),
         *("--master-addr", address, "--master-port", port),
     ]
-    if not plan.hosts and "PET_RDZV_ID" not in os.environ:
-        # Otherwise all runs would have the id "none".
-        where += ["--rdzv-id", secrets.token_hex(8)]
     first = plan.host_index * per_host
     where += ["--nproc-per-node", str(per_host)]
     where += _redirects(plan, first, per_host)
@@ -94,6 +91,9 @@ def launch(plan, argv):
         command = [sys.executable, "-m", "torch.distributed.run", *where]
         sys.stdout.write(shlex.join([*command, script, *arguments]) + "\n")
         return
+    if not plan.hosts and "PET_RDZV_ID" not in os.environ:
+        # Otherwise all runs would have the id "none".
+        where += ["--rdzv-id", secrets.token_hex(8)]
     with tempfile.TemporaryDirectory(prefix="keras_tp_") as folder:
         if "PET_LOG_DIR" not in os.environ:
             where += ["--log-dir", folder]
