@@ -18,14 +18,14 @@ SOME = (
 SLACK_S = 20 if os.environ.get("KERAS_TP_SLOW") == "1" else 120
 
 
-def marks(case, run):
-    return [] if case in SOME and run == 0 else [pytest.mark.slow]
-
-
 @pytest.mark.parametrize(
     "case, run",
     [
-        pytest.param(case, run, marks=marks(case, run))
+        pytest.param(
+            case,
+            run,
+            marks=[] if case in SOME and run == 0 else pytest.mark.slow,
+        )
         for case in stuck.CASES
         for run in range(5)
     ],
