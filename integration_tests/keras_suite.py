@@ -237,16 +237,21 @@ def _run_batch(run, files, folder, limit, output, source, only):
         command += ["-m", "keras_tp.launch", "--devices", str(run.devices)]
     command.append(str(ROOT / "integration_tests" / "keras_suite_worker.py"))
     environment = _environment(run)
-    environment["KERAS_TP_SUITE"] = json.dumps(
-        {
-            "distribution": run.distribution,
-            "devices": run.devices,
-            "source": str(source),
-            "scratch": str(scratch),
-            "done": done,
-            "only": only,
-            "limit": limit,
-        }
+    # In a file: the ids of many tests are too long for a variable.
+    settings = scratch / "settings.json"
+    environment["KERAS_TP_SUITE"] = str(settings)
+    settings.write_text(
+        json.dumps(
+            {
+                "distribution": run.distribution,
+                "devices": run.devices,
+                "source": str(source),
+                "scratch": str(scratch),
+                "done": done,
+                "only": only,
+                "limit": limit,
+            }
+        )
     )
     process = subprocess.Popen(
         [*command, *(str(source / name) for name in files)],

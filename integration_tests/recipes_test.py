@@ -10,9 +10,14 @@ from keras import layers
 from integration_tests import harness
 from integration_tests import recipes
 from integration_tests import recipes_examples
+from integration_tests import recipes_sessions
 from keras_tp import distribution as dist
 
-RECIPES = {**recipes.RECIPES, **recipes_examples.RECIPES}
+RECIPES = {
+    **recipes.RECIPES,
+    **recipes_examples.RECIPES,
+    **recipes_sessions.RECIPES,
+}
 
 
 def data_parallel():
