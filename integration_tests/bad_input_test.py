@@ -84,12 +84,13 @@ def test_dead_pattern_warns_once_with_nearest_paths(use):
     assert not [m for m in again if "upp" in m]
 
 
-def test_substring_pattern_is_told_that_the_whole_path_has_to_match():
-    with model_parallel({"kernel": (None, "model")}).scope():
+@pytest.mark.parametrize("pattern", ["kernel", ".*kern", "kern.*"])
+def test_substring_pattern_is_told_that_the_whole_path_has_to_match(pattern):
+    with model_parallel({pattern: (None, "model")}).scope():
         model = mlp()
         (message,) = caught(lambda: model.compile("sgd", "mse"))
     assert "the whole path has to match" in message
-    assert "'.*kernel.*' would match" in message
+    assert f"'.*{pattern.strip('.*')}.*' would match" in message
 
 
 def test_dead_pattern_is_an_error_in_strict_mode():

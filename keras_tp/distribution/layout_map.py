@@ -340,5 +340,6 @@ def _advice(pattern, near):
         return "The model has no variables."
     advice = f"Nearest paths: {', '.join(repr(path) for path in near)}."
     if re.search(pattern, near[0]):
-        advice += f" '.*{pattern}.*' would match."
+        inner = pattern.removeprefix(".*").removesuffix(".*")
+        advice += f" '.*{inner}.*' would match."
     return advice
