@@ -221,6 +221,35 @@ def numbers_of_weights():
     return found + _flat(table.layers[0].embeddings[3:5])
 
 
+class Shifted(layers.Layer):
+    """Uses tensors that are no weights: its own, and one from outside."""
+
+    shift = np.linspace(-1, 1, 12, dtype="float32")
+
+    def __init__(self):
+        super().__init__()
+        self.scale = ops.convert_to_tensor(self.shift + 2)
+        self.signs = [ops.sign(self.scale), ops.ones((12,))]
+
+    def call(self, inputs):
+        x = ops.concatenate([inputs * self.scale, inputs - self.shift], -1)
+        x = x * ops.concatenate(self.signs)
+        return ops.subtract(ops.reshape(x, (-1, 8, 3)), [0.229, 0.224, 0.225])
+
+
+def tensors_that_are_no_weights():
+    """Called before and after `fit`, and adapted again."""
+    normalize = layers.Normalization()
+    normalize.adapt(X)
+    model = keras.Sequential(
+        [normalize, Shifted(), layers.Flatten(), layers.Dense(4)]
+    )
+    found = _flat(model(X))
+    found += _trained(_compiled(model)) + _flat(model(X))
+    normalize.adapt(X * 2)
+    return found + _flat(model(X))
+
+
 class Batches(keras.utils.PyDataset):
     def __len__(self):
         return 4
@@ -294,6 +323,7 @@ RECIPES = {
         callbacks_that_read_and_write,
         adapters_and_small_integers,
         numbers_of_weights,
+        tensors_that_are_no_weights,
         data_of_each_kind,
         weighted_samples,
         penalties,

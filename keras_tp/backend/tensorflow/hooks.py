@@ -88,6 +88,12 @@ TABLE = [
         "a tensor that a layer creates in `build` is on the mesh",
     ),
     Hook(
+        "tensorflow.python.pywrap_tfe",
+        "TFE_Py_FastPathExecute",
+        training.hook_execute,
+        "such a tensor is put on the mesh for an eager operation too",
+    ),
+    Hook(
         "tensorflow.python.eager.polymorphic_function"
         ".polymorphic_function:Function",
         "__call__",

@@ -4,6 +4,7 @@ import functools
 import warnings
 import weakref
 
+import numpy as np
 import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.common.keras_tensor import any_symbolic_tensors
@@ -14,6 +15,7 @@ from keras.src.layers.preprocessing.data_layer import DataLayer
 from keras.src.models.model import Model
 from keras.src.trainers.data_adapters import data_adapter_utils
 from tensorflow.experimental import dtensor
+from tensorflow.python.eager import core
 
 from keras_tp.backend.hooks import around
 from keras_tp.backend.tensorflow import batches
@@ -115,6 +117,48 @@ def _is_value(tensor):
         and not placement.is_dtensor(tensor)
         and len(tensor.shape) > 0
     )
+
+
+@around
+def hook_execute(original, context, operation, name, /, *args):
+    """Places the inputs of an eager operation that DTensor misses on the mesh.
+
+    A layer may have made them in `__init__` or `adapt`, or its caller.
+    """
+    try:
+        return original(context, operation, name, *args)
+    except (core._NotOkStatusException, core._FallbackException) as e:
+        # The second one means that there is a list among the inputs.
+        message = getattr(e, "message", "got a regular tensor")
+        is_missed = "got a regular tensor" in message
+        if placement.current_mesh() is None or not is_missed:
+            raise
+    # Names of attributes, with their values, come after the inputs.
+    is_name = [isinstance(x, str) for x in args] + [True]
+    end = is_name.index(True)
+    inputs = [_placed_input(x, args) for x in args[:end]]
+    return original(context, operation, name, *inputs, *args[end:])
+
+
+def _placed_input(x, others):
+    """Returns an input of an eager operation, on the mesh if it is a value.
+
+    Arrays and lists of floats take the dtype of the tensor beside them.
+    """
+    if isinstance(x, (list, tuple)):
+        leaves = tree.flatten(x)
+        if any(map(tf.is_tensor, leaves)):
+            return [_placed_input(value, others) for value in x]
+        if all(isinstance(leaf, (int, float)) for leaf in leaves):
+            x = np.array(x)
+    if isinstance(x, np.ndarray) and x.ndim and x.dtype.kind == "f":
+        dtypes = [y.dtype for y in others if placement.is_dtensor(y)]
+        dtypes = [dtype for dtype in dtypes if dtype.is_floating]
+        with placement.off_mesh():
+            x = tf.convert_to_tensor(x, next(iter(dtypes), None))
+    if not _is_value(x):
+        return x
+    return boundary.enter_mesh(x, placement.current_mesh(), None)
 
 
 @around

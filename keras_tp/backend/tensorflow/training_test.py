@@ -258,3 +258,73 @@ def test_a_sparse_batch_is_made_dense_by_rows(monkeypatch):
     monkeypatch.setattr(boundary, "LARGE_BATCH_BYTES", 10)
     with pytest.warns(UserWarning, match=r"shape \(4, 2\) is made dense"):
         boundary.place_batch(batch, mesh, "model")
+
+
+class Function(keras.layers.Layer):
+    """A layer that is given its function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+def after_a_split_layer(function):
+    """Returns a model that was called, and the outputs and gradients."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.layers.Dense(12, name="up"), Function(function)]
+    )
+    x = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
+    model(x)
+    with tf.GradientTape() as tape:
+        outputs = model(x)
+        loss = tf.reduce_sum(outputs**2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    return [keras.ops.convert_to_numpy(x) for x in [outputs, *gradients]]
+
+
+VALUE = np.linspace(1, 2, 12)
+
+
+@pytest.mark.parametrize(
+    "value",
+    (tf.constant(VALUE, "float32"), VALUE, VALUE.tolist()),
+    ids=("tensor", "array", "list"),
+)
+def test_values_of_eager_operations_that_are_not_on_the_mesh(value):
+    def function(x):
+        parts = tf.concat([x * value, x + value], -1)
+        return tf.where(parts > 0, parts, -parts)
+
+    expected = after_a_split_layer(function)
+    with split().scope():
+        found = after_a_split_layer(function)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_of_a_tensor_that_is_not_on_the_mesh():
+    scale = tf.constant(VALUE, "float32")
+
+    def gradient():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [
+                keras.layers.Dense(12, name="up"),
+                Function(lambda x: x * scale),
+            ]
+        )
+        x = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
+        with tf.GradientTape() as tape:
+            tape.watch(scale)
+            loss = tf.reduce_sum(model(x) ** 2)
+        return tape.gradient(loss, scale)
+
+    expected = gradient()
+    with split().scope():
+        found = gradient()
+    assert not placement.is_dtensor(found)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
