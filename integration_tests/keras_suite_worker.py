@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import types
+import unittest
 import zlib
 
 import numpy as np
@@ -30,6 +31,9 @@ ERROR_LENGTH = 3000
 # are not in step any more, or TensorFlow has lost the devices of DTensor. A new
 # one goes on with what is left.
 OUT_OF_STEP = 77
+# Tests that write files by hand, each process in its folder. Others have models
+# saved, which several processes do together, in one folder.
+WRITE_BY_HAND = ("utils/", "rejects_h5_soft_link")
 
 
 def settings():
@@ -126,7 +130,7 @@ class Plugin:
         self.kept = True
         self.asked = True
         self.made = 0
-        self.folder = ""
+        self.test = self.folder = ""
         seed_all("collection")
         if self.world_size > 1:
             self.share_folders()
@@ -143,9 +147,11 @@ class Plugin:
         others = [item for item in items if not self.is_wanted(item)]
         items[:] = wanted
         if self.world_size > 1:
-            # Tests name folders by the address of an object.
+            # Some name folders by the address of the test.
             for item in wanted:
-                item.module.id = lambda value: 0
+                item.module.id = lambda value: (
+                    0 if isinstance(value, unittest.TestCase) else id(value)
+                )
         config.hook.pytest_deselected(items=others)
 
     def is_wanted(self, item):
@@ -161,7 +167,7 @@ class Plugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item, nextitem):
-        test = id_of(item)
+        self.test = test = id_of(item)
         self.running.write_text(test)
         self.reports = []
         self.kept = True
@@ -225,7 +231,8 @@ class Plugin:
         make, remove_tree, remove = tempfile.mkdtemp, shutil.rmtree, os.remove
 
         def mkdtemp(suffix=None, prefix=None, dir=None):
-            if not called_by_test():
+            by_hand = any(name in self.test for name in WRITE_BY_HAND)
+            if by_hand or not called_by_test():
                 return make(suffix, prefix, dir)
             self.made += 1
             name = f"{prefix or 'tmp'}{self.folder}_{self.made}{suffix or ''}"

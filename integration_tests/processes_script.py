@@ -146,6 +146,8 @@ def check_training(shape):
     found |= {f"best/{i}": v for i, v in enumerate(other.get_weights())}
     found |= state(model)
     if shape == (2, 2):
+        exported = FOLDER / f"{name}_exported"
+        model.export(exported, format="tf_saved_model", verbose=False)
         # Training goes on with the optimizer's state.
         found["more"] = history(loaded, x, y, batch_size=BATCH)["loss"]
     return found

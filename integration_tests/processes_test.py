@@ -118,6 +118,17 @@ def test_files_are_those_of_one_process(mesh, runs):
     } - {"0_of_2.json", "1_of_2.json"}
 
 
+def test_what_is_exported_runs_on_one_device(runs):
+    import tensorflow as tf
+
+    folders, _, _ = runs
+    x = np.random.default_rng(0).normal(size=(3, 16)).astype("float32")
+    one, two = (
+        tf.saved_model.load(str(folders[n] / "2x2_exported")) for n in (1, 2)
+    )
+    np.testing.assert_allclose(two.serve(x), one.serve(x), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "name, text",
     [

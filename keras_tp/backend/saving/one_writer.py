@@ -79,6 +79,15 @@ def table(is_distributed):
             is_split = _processes().world_size() > 1 and is_distributed(model)
             return not is_split and original(model)
 
+    class Model:
+        def export(original, model, filepath, *args, **kwargs):
+            is_one = _processes().world_size() == 1
+            if is_one or not _meets(is_distributed, model):
+                return original(model, filepath, *args, **kwargs)
+            return _by_first(
+                original, contextlib.nullcontext, model, filepath, args, kwargs
+            )
+
     class LegacyFormat:
         def save_model_to_hdf5(original, *args, **kwargs):
             return save(original, _legacy_in_place, *args, **kwargs)
@@ -93,6 +102,11 @@ def table(is_distributed):
                 "keras.src.saving.saving_lib",
                 Formats,
                 "all processes gather the values and one process writes them",
+            ),
+            (
+                "keras.src.models.model:Model",
+                Model,
+                "one of several processes writes what is exported",
             ),
             (
                 "keras.src.legacy.saving.legacy_h5_format",
@@ -119,15 +133,25 @@ def _save_once(
     if not isinstance(filepath, (str, os.PathLike)):
         return original(model, filepath, *args, **kwargs)
     processes = _processes()
-    has_no_variables = distribution() is not None and not model.variables
-    if processes.world_size() == 1 or not (
-        is_distributed(model) or has_no_variables
-    ):
+    is_one = processes.world_size() == 1
+    if is_one or not _meets(is_distributed, model):
         place = in_place if has_a_layout(model) else contextlib.nullcontext
         with place(filepath) as path:
             return original(model, path, *args, **kwargs)
+    return _by_first(original, in_place, model, filepath, args, kwargs)
+
+
+def _meets(is_distributed, model):
+    """Whether all processes of a run save a model together."""
+    has_no_variables = distribution() is not None and not model.variables
+    return is_distributed(model) or has_no_variables
+
+
+def _by_first(original, in_place, model, filepath, args, kwargs):
+    """Makes process 0 write to a path, and the others to a temporary one."""
+    processes = _processes()
     processes.meet(_SAVING)
-    place = in_place if processes.is_first() else _nowhere
+    place = in_place if processes.is_first() else nowhere
     with timeouts.longer():
         with place(filepath) as path:
             result = original(model, path, *args, **kwargs)
@@ -279,7 +303,7 @@ def _parts_in_place(filepath):
 
 
 @contextlib.contextmanager
-def _nowhere(filepath):
+def nowhere(filepath):
     """Yields a path in a temporary folder, for processes that only gather."""
     _saves.joining += 1
     try:

@@ -32,6 +32,12 @@ TABLE = [
     ),
     *callbacks.table(),
     *data_shards.table(processes),
+    Hook(
+        "keras.src.models.model:Model",
+        "export",
+        variables.hook_export,
+        "a SavedModel runs on one device",
+    ),
     *one_writer.table(_is_distributed),
     Hook(
         _VARIABLE,
@@ -151,12 +157,6 @@ TABLE = [
             "gradients of embeddings are dense, as DTensor needs them",
         )
         for optimizer in (_OPTIMIZER, _LOSS_SCALE)
-    ),
-    Hook(
-        "keras.src.models.model:Model",
-        "export",
-        variables.hook_export,
-        "a SavedModel runs on one device",
     ),
     table.ROW,
 ]

@@ -12,6 +12,7 @@ from keras_tp.backend.processes import data_shards
 from keras_tp.backend.saving import one_writer
 from keras_tp.backend.torch import batches
 from keras_tp.backend.torch import compiling
+from keras_tp.backend.torch import export
 from keras_tp.backend.torch import initial_values
 from keras_tp.backend.torch import optimizers
 from keras_tp.backend.torch import placement
@@ -193,6 +194,12 @@ TABLE = [
     ),
     *callbacks.table(),
     *data_shards.table(processes),
+    Hook(
+        "keras.src.models.model:Model",
+        "export",
+        export.hook_export,
+        "an exported program runs on one device",
+    ),
     *one_writer.table(_is_distributed),
     *(
         Hook(
