@@ -243,6 +243,25 @@ LISTED = [
         "uses `tf.distribute`, which has devices of its own, together with "
         "DTensor",
     ),
+    *(
+        Listed(
+            pattern,
+            ("tensorflow",),
+            ANY,
+            "replaces TensorFlow's context, and with it the devices of DTensor",
+        )
+        for pattern in (
+            "backend/tensorflow/distribute_test.py::*",
+            "backend/tensorflow/optimizer_distribute_test.py::*",
+        )
+    ),
+    Listed(
+        "export/saved_model_test.py::ExportArchiveTest::"
+        "test_model_combined_with_tf_preprocessing",
+        ("tensorflow",),
+        ANY,
+        "looks strings up, which DTensor cannot; the error names the operation",
+    ),
     Listed(
         "layers/rnn/gru_test.py::GRUTest::test_stateful_with_symbolic_batch_size",
         ("tensorflow",),

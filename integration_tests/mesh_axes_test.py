@@ -104,7 +104,14 @@ def test_a_plan(shape, names):
     assert (report.split_bytes > report.total_bytes / 2) == is_split
 
 
-@pytest.mark.parametrize("kind", ["all", "pair", "outputs"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "all",
+        pytest.param("pair", marks=pytest.mark.slow),
+        pytest.param("outputs", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("shape, names", meshes())
 def test_declared_layouts(shape, names, kind):
     mesh = harness.mesh(shape, names)

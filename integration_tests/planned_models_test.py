@@ -208,7 +208,7 @@ def test_what_is_predicted_is_counted(name):
 
 
 def test_heads_merged_with_the_batch_are_gathered():
-    """A limit of plans that the README has: they do not predict it."""
+    """A limit of plans, as `docs/limits.md` says: they do not predict it."""
     build = small_models.blocks(small_models.merged_heads)
     with planned(build, harness.fitted((1, 4))).scope():
         model = build()

@@ -1,4 +1,4 @@
-"""Every snippet of the README runs."""
+"""Every snippet of the README and of the guide runs."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ from integration_tests import launching
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
 LAUNCH = "python -m keras_tp.launch --devices 4 train.py"
 ENVIRONMENT = {
@@ -37,15 +37,27 @@ def run(command, folder):
     return result.stdout
 
 
-@pytest.mark.parametrize("index", range(1, len(SNIPPETS)))
-def test_snippet_runs(index, tmp_path):
-    (tmp_path / "train.py").write_text(SNIPPETS[index])
+def snippets():
+    """Yields a name and the text of each snippet, such as `README-0`."""
+    for page in PAGES:
+        found = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        for index, text in enumerate(found):
+            yield f"{page.stem}-{index}", text
+
+
+SNIPPETS = dict(snippets())
+FIRST = "README-0"
+
+
+@pytest.mark.parametrize("name", [name for name in SNIPPETS if name != FIRST])
+def test_snippet_runs(name, tmp_path):
+    (tmp_path / "train.py").write_text(SNIPPETS[name])
     run(LAUNCH.split(), tmp_path)
 
 
 def test_first_snippet_runs_by_the_command_beside_it(tmp_path):
     assert "Save this as `train.py`" in README
-    (tmp_path / "train.py").write_text(SNIPPETS[0])
+    (tmp_path / "train.py").write_text(SNIPPETS[FIRST])
     (command,) = COMMANDS
     name, _, rest = command.strip().partition(" ")
     assert (name, rest) == ("KERAS_BACKEND=jax", LAUNCH)
@@ -60,3 +72,9 @@ def test_the_two_commands_are_there():
     for name in re.findall(r"^    bash (shell/\w+\.sh)", README, re.MULTILINE):
         assert (ROOT / name).is_file()
     assert "bash shell/test.sh" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_to_files(page):
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / link).exists(), link

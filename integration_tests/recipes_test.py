@@ -40,8 +40,26 @@ if os.environ.get("KERAS_TP_SLOW") == "1":
     MESHES = [data_parallel, tensor_parallel, both]
 
 
+# The longest ones there; CI runs them on the other backends.
+SLOW_ON_TENSORFLOW = (
+    "copies",
+    "copies_of_a_model_without_input",
+    "layers_added_and_removed",
+    "parts_of_models",
+    "settings_between_two_fits",
+)
+
+
+def names():
+    for name in RECIPES:
+        slow = keras.config.backend() == "tensorflow" and (
+            name in SLOW_ON_TENSORFLOW
+        )
+        yield pytest.param(name, marks=[pytest.mark.slow] * slow)
+
+
 @pytest.mark.parametrize("make", MESHES)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", names())
 def test_a_program_gives_the_numbers_of_one_device(name, make):
     run = RECIPES[name]
     keras.utils.set_random_seed(5)

@@ -188,7 +188,7 @@ def steps_network():
     "axes", [("batch", "model"), ("model", "batch"), ("batch", None)]
 )
 def test_one_layout_for_all_kernels(axes, shape):
-    """The README's layout, which fits no pair of a column and a row split."""
+    """The layout of `docs/layouts.md`, which pairs no columns with rows."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((BATCH, 4, FEATURES), "float32")
 
