@@ -243,6 +243,12 @@ LISTED = [
         "uses `tf.distribute`, which has devices of its own, together with "
         "DTensor",
     ),
+    Listed(
+        "utils/io_utils_test.py::TestIoUtils::test_print_msg_interactive_*",
+        PROCESSES,
+        ANY,
+        "asserts that each process prints; process 0 does, for all",
+    ),
     *(
         Listed(
             pattern,

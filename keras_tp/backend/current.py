@@ -12,7 +12,7 @@ def load(module):
     """Returns a module of Keras's current backend.
 
     Args:
-        module: String, such as `"distribution_lib"`; see CONTRIBUTING.md.
+        module: String, such as `"distribution_lib"`.
 
     Raises:
         ValueError: if keras_tp does not support that backend.

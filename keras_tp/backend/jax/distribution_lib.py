@@ -1,7 +1,7 @@
 """Distribution on JAX: a variable is a `jax.Array` with a `NamedSharding`.
 
 GSPMD inserts the collectives. Keras's own JAX module does most of the work.
-CONTRIBUTING.md lists the functions for every backend.
+The functions are those of `docs/backend_interface.md`.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Distribution on TensorFlow: a variable is a `dtensor.DVariable`.
 
-DTensor's SPMD expansion inserts the collectives. CONTRIBUTING.md lists the
-functions for every backend.
+DTensor's SPMD expansion inserts the collectives. The functions are those of
+`docs/backend_interface.md`.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Distribution on torch: a variable is a `DTensor`, a device is a process.
 
 Every process runs the same program, on the same global batch or on its part of
-it, and DTensor's dispatcher inserts the collectives. CONTRIBUTING.md lists the
-functions for every backend.
+it, and DTensor's dispatcher inserts the collectives. The functions are those of
+`docs/backend_interface.md`.
 """
 
 import sys
