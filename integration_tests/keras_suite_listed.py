@@ -243,11 +243,23 @@ LISTED = [
         "uses `tf.distribute`, which has devices of its own, together with "
         "DTensor",
     ),
+    *(
+        Listed(
+            pattern,
+            PROCESSES,
+            ANY,
+            "asserts that each process prints; process 0 does, for all",
+        )
+        for pattern in (
+            "utils/io_utils_test.py::TestIoUtils::test_print_msg_*",
+            "utils/progbar_test.py::ProgbarTest::test_stateful_*",
+        )
+    ),
     Listed(
-        "utils/io_utils_test.py::TestIoUtils::test_print_msg_interactive_*",
-        PROCESSES,
+        "utils/torch_utils_test.py::TorchUtilsTest::*",
+        ("torch",),
         ANY,
-        "asserts that each process prints; process 0 does, for all",
+        "wraps a module of torch, whose parameters are refused with an error",
     ),
     *(
         Listed(

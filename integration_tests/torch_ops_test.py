@@ -47,7 +47,15 @@ def mesh():
 
 
 def check(function, tensors, axes, mesh):
-    """Compares values and gradients; returns result and gradients."""
+    """Compares values and gradients; returns result and gradients.
+
+    The gradient is replicated, and then split like the result.
+    """
+    _check(function, tensors, axes, mesh, True)
+    return _check(function, tensors, axes, mesh, False)
+
+
+def _check(function, tensors, axes, mesh, is_split):
     plain = [t.clone() for t in tensors]
     split = [
         distribution.distribute_tensor(
@@ -68,7 +76,11 @@ def check(function, tensors, axes, mesh):
         return actual, []
     gradient = torch.randn(expected.shape, generator=generator(3))
     expected.backward(gradient)
-    actual.backward(placement.replicate(gradient, split[0].device_mesh))
+    gradient = placement.replicate(gradient, split[0].device_mesh)
+    placements = getattr(actual, "placements", [])
+    if is_split and placements and not any(p.is_partial() for p in placements):
+        gradient = gradient.redistribute(placements=placements)
+    actual.backward(gradient)
     for a, b in zip(split, plain):
         if b.grad is not None:
             np.testing.assert_allclose(
@@ -301,7 +313,13 @@ OF_CLASSES = {
 @pytest.mark.parametrize("name", OF_CLASSES)
 def test_split_classes_are_not_gathered(name, mesh):
     with CollectiveCounter() as counter:
-        check(OF_CLASSES[name], [3 * randn(2, 8, 4)], [(None, M, None)], mesh)
+        _check(
+            OF_CLASSES[name],
+            [3 * randn(2, 8, 4)],
+            [(None, M, None)],
+            mesh,
+            is_split=False,
+        )
     _, bytes_gathered = counter.total["all_gather"]
     # The test itself gathers the result and its gradient.
     if name.startswith("argmax") or name == "first_of_equals":

@@ -97,3 +97,45 @@ def test_a_split_dim_that_is_taken_apart(shape, mesh):
         lambda x: x.reshape(*shape),
     ):
         check(function, [x], [(None, M)], mesh)
+
+
+INDEX = torch.tensor([3, 1, 0, 2])
+INDICES = torch.arange(16).reshape(4, 4) % 8
+ALONG_INDEX = {
+    "index_add": (lambda x, y: x.index_add_(1, INDEX, y), (4, 4)),
+    "index_add rows": (lambda x, y: x.index_add_(0, INDEX, y), (4, 8)),
+    "index_copy": (lambda x, y: x.index_copy_(1, INDEX, y), (4, 4)),
+    "index_fill": (lambda x, y: x.index_fill_(1, INDEX, 0.5), (4, 4)),
+    "scatter": (lambda x, y: x.scatter_(1, INDICES, y), (4, 4)),
+    "scatter_add": (lambda x, y: x.scatter_add_(1, INDICES, y), (4, 4)),
+}
+
+
+@pytest.mark.parametrize("axes_of_values", [(None, None), (M, None), (None, M)])
+@pytest.mark.parametrize("axes", [(None, None), (M, None), (None, M)])
+@pytest.mark.parametrize("name", ALONG_INDEX)
+def test_writes_along_an_index(name, axes, axes_of_values, mesh):
+    write, shape = ALONG_INDEX[name]
+    target, values = randn(4, 8), randn(*shape)
+    expected = write(target.clone(), values)
+    target, values = (
+        distribution.distribute_tensor(
+            x.clone(), distribution.TensorLayout(layout, mesh)
+        )
+        for x, layout in ((target, axes), (values, axes_of_values))
+    )
+    found = write(target, values)
+    torch.testing.assert_close(found.full_tensor(), expected)
+    torch.testing.assert_close(target.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("axes", [(M, None), (None, M)])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_the_gradient_of_what_is_taken(axis, axes, mesh):
+    """Of a reshaped tensor, whose gradient needs the same split."""
+
+    def run(x):
+        x = keras.ops.reshape(x * 2, (4, 2, 4))
+        return keras.ops.take(x, [1, 0, 1], axis=axis)
+
+    check(run, [randn(4, 8)], [axes], mesh)

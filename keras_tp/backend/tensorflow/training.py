@@ -149,7 +149,8 @@ def _placed_input(x, others):
         leaves = tree.flatten(x)
         if any(map(tf.is_tensor, leaves)):
             return [_placed_input(value, others) for value in x]
-        if all(isinstance(leaf, (int, float)) for leaf in leaves):
+        numbers = all(isinstance(leaf, (int, float)) for leaf in leaves)
+        if numbers and any(isinstance(leaf, float) for leaf in leaves):
             x = np.array(x)
     if isinstance(x, np.ndarray) and x.ndim and x.dtype.kind == "f":
         dtypes = [y.dtype for y in others if placement.is_dtensor(y)]

@@ -306,6 +306,22 @@ def test_values_of_eager_operations_that_are_not_on_the_mesh(value):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_an_empty_list_is_no_value():
+    """`reshape` is given the sizes of a scalar."""
+    with split().scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Dense(12, name="up"),
+                Function(lambda x: x[:, 0] + tf.reshape(tf.reduce_sum(x), [])),
+            ]
+        )
+        x = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
+        outputs = model(x)
+        table = keras.layers.Embedding(5, 3)
+        rows = table(np.arange(4))
+    assert outputs.shape == (4,) and rows.shape == (4, 3)
+
+
 def test_the_gradient_of_a_tensor_that_is_not_on_the_mesh():
     scale = tf.constant(VALUE, "float32")
 

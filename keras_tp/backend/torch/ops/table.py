@@ -287,6 +287,11 @@ _OPERATIONS = {
         "masked_fill_.Scalar masked_fill_.Tensor mul_.Scalar mul_.Tensor "
         "pow_.Scalar pow_.Tensor sub_.Scalar sub_.Tensor zero_"
     ),
+    writes.along_index: (
+        "index_add_ index_copy_ index_fill_.int_Scalar index_fill_.int_Tensor "
+        "scatter_.src scatter_.value scatter_add_"
+    ),
+    writes.zeros_like: "new_zeros",
     writes.fill: "fill_.Scalar fill_.Tensor",
     writes.strided_view: "as_strided",
     reading.number: "_local_scalar_dense",

@@ -2,10 +2,12 @@
 
 import functools
 
+import torch
 from keras.src import tree
 from keras.src.backend.torch import core
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
 from keras_tp.backend.torch import local_tensors
@@ -122,6 +124,51 @@ def fill(op, args, kwargs):
     written_to(op, target)
     op(target._local_tensor, value)
     return target
+
+
+def along_index(op, args, kwargs):
+    """Writes into a tensor along an index, as the gradient of `take` does.
+
+    The operation that returns a new tensor is run. DTensor, in place, gives the
+    target the layout of the result, but leaves the target's shards as they are.
+    """
+    target, *rest = args
+    if not isinstance(target, DTensor):
+        rest, kwargs = pytree.tree_map_only(
+            DTensor, placement.to_full, (rest, kwargs)
+        )
+        return op(target, *rest, **kwargs)
+    written_to(op, target)
+    name = op._schema.name.removeprefix("aten::").removesuffix("_")
+    overload = op._schema.overload_name or "default"
+    result = getattr(getattr(torch.ops.aten, name), overload)(
+        target, *rest, **kwargs
+    )
+    result = result.redistribute(placements=target.placements)
+    target._local_tensor.copy_(result._local_tensor)
+    return target
+
+
+def zeros_like(op, args, kwargs):
+    """Returns new zeros, split where their dims are those of a split tensor.
+
+    Gradients are added up in them. DTensor replicates them if a dim differs.
+    """
+    x, size = args
+    placements = [
+        placed
+        if type(placed) is Shard
+        and placed.dim < len(size)
+        and size[placed.dim] == x.shape[placed.dim]
+        else Replicate()
+        for placed in x.placements
+    ]
+    held = list(size)
+    for placed in placements:
+        if placed.is_shard():
+            held[placed.dim] = x._local_tensor.shape[placed.dim]
+    local = op(x._local_tensor, held, **kwargs)
+    return local_tensors.wrap_parts(local, x.device_mesh, placements, size)
 
 
 def strided_view(op, args, kwargs):
