@@ -100,6 +100,9 @@ def _loss(outputs):
         if not hasattr(x, "dtype") or not _is_float(x):
             continue
         weight = keras.ops.convert_to_tensor(weight, x.dtype)
+        # The gradient gets the layout of the output. A replicated one would
+        # not run the operations that split it.
+        weight = weight * keras.ops.ones_like(x)
         part = keras.ops.sum(x * weight)
         total = part if total is None else total + part
     return total

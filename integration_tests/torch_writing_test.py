@@ -139,3 +139,10 @@ def test_the_gradient_of_what_is_taken(axis, axes, mesh):
         return keras.ops.take(x, [1, 0, 1], axis=axis)
 
     check(run, [randn(4, 8)], [axes], mesh)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+@pytest.mark.parametrize("axes", [(M, None), (None, M)])
+def test_the_gradient_of_one_index(axes, dim, mesh):
+    """DTensor returns shards of the wrong size for a dim from the end."""
+    check(lambda x: torch.select(x * 2, dim, 1), [randn(4, 8)], [axes], mesh)

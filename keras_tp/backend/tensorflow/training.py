@@ -121,9 +121,9 @@ def _is_value(tensor):
 
 @around
 def hook_execute(original, context, operation, name, /, *args):
-    """Places the inputs of an eager operation that DTensor misses on the mesh.
+    """Places the inputs of an eager operation that are not on the mesh.
 
-    A layer may have made them in `__init__` or `adapt`, or its caller.
+    Layers make such tensors in `__init__` or `adapt`, and use arrays and lists.
     """
     try:
         return original(context, operation, name, *args)
@@ -133,10 +133,12 @@ def hook_execute(original, context, operation, name, /, *args):
         is_missed = "got a regular tensor" in message
         if placement.current_mesh() is None or not is_missed:
             raise
-    # Names of attributes, with their values, come after the inputs.
-    is_name = [isinstance(x, str) for x in args] + [True]
-    end = is_name.index(True)
-    inputs = [_placed_input(x, args) for x in args[:end]]
+        # Names of attributes, with their values, come after the inputs.
+        is_name = [isinstance(x, str) for x in args] + [True]
+        end = is_name.index(True)
+        inputs = [_placed_input(x, args) for x in args[:end]]
+        if all(a is b for a, b in zip(inputs, args)):
+            raise
     return original(context, operation, name, *inputs, *args[end:])
 
 
@@ -148,7 +150,8 @@ def _placed_input(x, others):
     if isinstance(x, (list, tuple)):
         leaves = tree.flatten(x)
         if any(map(tf.is_tensor, leaves)):
-            return [_placed_input(value, others) for value in x]
+            placed = [_placed_input(value, others) for value in x]
+            return x if all(a is b for a, b in zip(placed, x)) else placed
         numbers = all(isinstance(leaf, (int, float)) for leaf in leaves)
         if numbers and any(isinstance(leaf, float) for leaf in leaves):
             x = np.array(x)

@@ -5,6 +5,7 @@ from keras.src.distribution.distribution_lib import set_distribution
 from torch.distributed.tensor import DTensor
 
 from keras_tp.backend.hooks import around
+from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import variables
 
 
@@ -12,23 +13,26 @@ from keras_tp.backend.torch import variables
 def hook_export(original, self, /, *args, **kwargs):
     """Exports a program that runs on one device.
 
-    torch traces plain tensors only: each process holds the whole model
-    meanwhile.
+    torch traces plain tensors only, so each process holds the whole model while
+    it is exported. Afterwards the variables get their old values back.
     """
     kept = [
-        (v, v._layout) for v in self.variables if isinstance(v._value, DTensor)
+        (v, v._value, v._layout)
+        for v in self.variables
+        if isinstance(v._value, DTensor)
     ]
     if not kept:
         return original(self, *args, **kwargs)
     before = distribution()
     try:
-        for variable, _ in kept:
-            variables.move(variable, None)
+        for variable, value, _ in kept:
+            variables.set_value(variable, placement.to_full(value.detach()))
             variable._layout = None
         set_distribution(None)
         return original(self, *args, **kwargs)
     finally:
         set_distribution(before)
-        for variable, layout in kept:
-            variable._layout = layout
-            variables.move(variable, layout)
+        for variable, value, layout in kept:
+            variable._value, variable._layout = value, layout
+        # Layers track the old values again, and the whole ones are freed.
+        self.named_parameters()

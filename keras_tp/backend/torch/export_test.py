@@ -1,5 +1,6 @@
 """A split model is exported as a program for one device."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+import torch
 from keras import layers
 
 from integration_tests import harness
@@ -63,11 +65,35 @@ def test_a_process_without_keras_tp_runs_it(tmp_path):
     )
     found = np.load(folder / "y.npy")
     np.testing.assert_allclose(found, expected[:1], rtol=1e-5, atol=1e-6)
-    # The model goes on as it was.
+    # The model goes on as it was, and no process keeps a whole kernel.
     assert harness.split_paths(model) == split
+    gc.collect()
+    shapes = {v.shape for v in model.weights if v.path in split}
+    whole = [
+        x
+        for x in gc.get_objects()
+        if type(x) is torch.nn.Parameter and tuple(x.shape) in shapes
+    ]
+    assert not whole
     np.testing.assert_array_equal(model.predict(x, verbose=0), expected)
     model.fit(x, x[:, :4], batch_size=8, verbose=0)
     assert np.abs(model.predict(x, verbose=0) - expected).max() > 1e-5
+
+
+def test_one_process_writes_to_the_path(tmp_path, monkeypatch):
+    model, _ = trained()
+    path, written = tmp_path / "model.pt2", []
+    save = torch.export.save
+
+    def noted(program, filepath):
+        written.append(filepath)
+        save(program, filepath)
+
+    monkeypatch.setattr(torch.export, "save", noted)
+    model.export(path, format="torch", verbose=False)
+    is_first = torch.distributed.get_rank() == 0
+    assert (written == [str(path)]) == is_first
+    assert path.exists()
 
 
 def test_all_processes_meet_the_same_error(tmp_path):

@@ -185,6 +185,16 @@ def index(op, args, kwargs):
     return _own_way(op, args, kwargs)
 
 
+def select_backward(op, args, kwargs):
+    """Returns the gradient of `x.select(dim, index)`.
+
+    For a negative dim DTensor returns shards of the wrong size.
+    """
+    gradient, sizes, dim, *rest = args
+    args = (gradient, sizes, dim % len(sizes), *rest)
+    return _own_way(op, args, kwargs)
+
+
 def _own_way(op, args, kwargs):
     """Runs DTensor's own implementation of an operation."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
@@ -282,6 +292,7 @@ _OPERATIONS = {
     along_dim: "cumprod cumsum logcumsumexp topk unbind.int",
     added_up: "amax amin prod prod.dim_int",
     index: "index.Tensor",
+    select_backward: "select_backward",
     in_place: (
         "add_.Scalar add_.Tensor copy_ div_.Scalar div_.Tensor index_put_ "
         "masked_fill_.Scalar masked_fill_.Tensor mul_.Scalar mul_.Tensor "
@@ -291,7 +302,8 @@ _OPERATIONS = {
         "index_add_ index_copy_ index_fill_.int_Scalar index_fill_.int_Tensor "
         "scatter_.src scatter_.value scatter_add_"
     ),
-    writes.zeros_like: "new_zeros",
+    writes.new_zeros: "new_zeros",
+    writes.new_strided: "new_empty_strided",
     writes.fill: "fill_.Scalar fill_.Tensor",
     writes.strided_view: "as_strided",
     reading.number: "_local_scalar_dense",

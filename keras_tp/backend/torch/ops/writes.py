@@ -149,10 +149,11 @@ def along_index(op, args, kwargs):
     return target
 
 
-def zeros_like(op, args, kwargs):
-    """Returns new zeros, split where their dims are those of a split tensor.
+def new_zeros(op, args, kwargs):
+    """Returns zeros that are split along the dims that `x` is split along.
 
-    Gradients are added up in them. DTensor replicates them if a dim differs.
+    Such zeros collect gradients. DTensor replicates them if one size differs,
+    and the gradient is gathered then.
     """
     x, size = args
     placements = [
@@ -168,6 +169,14 @@ def zeros_like(op, args, kwargs):
         if placed.is_shard():
             held[placed.dim] = x._local_tensor.shape[placed.dim]
     local = op(x._local_tensor, held, **kwargs)
+    return local_tensors.wrap_parts(local, x.device_mesh, placements, size)
+
+
+def new_strided(op, args, kwargs):
+    """Returns a replicated tensor to write into by strides."""
+    x, size, stride = args
+    local = op(x._local_tensor, size, stride, **kwargs)
+    placements = [Replicate()] * x.device_mesh.ndim
     return local_tensors.wrap_parts(local, x.device_mesh, placements, size)
 
 
