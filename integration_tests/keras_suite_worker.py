@@ -1,8 +1,8 @@
 """Runs tests of Keras in this process, each with a distribution active.
 
 `keras_suite.py` starts it; it is a script, and the plugin that this script
-loads into pytest. What to do stands in the file that the environment variable
-KERAS_TP_SUITE names, as JSON: see `settings`. For each test one line of JSON is
+loads into pytest. The environment variable KERAS_TP_SUITE names a JSON file
+with its task: see `settings`. For each test one line of JSON is
 appended to `rows.<index of the process>`. On torch every process runs the same
 tests, and goes on to the next one when all have ended this one.
 """

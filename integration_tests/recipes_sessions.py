@@ -1,4 +1,6 @@
-"""What people do with a model before and after they train it, without a mesh.
+"""Sessions of a user: a model is changed, copied and trained again.
+
+Nothing in them mentions a mesh.
 
 Each function of `RECIPES` returns the numbers that a run shows.
 """
