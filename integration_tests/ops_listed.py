@@ -278,7 +278,6 @@ REFUSED = {
             "ifft2",
             "image.ssim",
             "layer_normalization",
-            "layers.ConvLSTM1D",
             "layers.RandomElasticTransform",
             "slice_update",
         ),
