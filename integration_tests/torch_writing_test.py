@@ -14,6 +14,7 @@ from integration_tests.torch_ops_test import M
 from integration_tests.torch_ops_test import check
 from integration_tests.torch_ops_test import randn
 from keras_tp import distribution
+from keras_tp.backend.torch.collective_counter import CollectiveCounter
 
 mesh = torch_ops_test.mesh
 
@@ -146,3 +147,32 @@ def test_the_gradient_of_what_is_taken(axis, axes, mesh):
 def test_the_gradient_of_one_index(axes, dim, mesh):
     """DTensor returns shards of the wrong size for a dim from the end."""
     check(lambda x: torch.select(x * 2, dim, 1), [randn(4, 8)], [axes], mesh)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("axes", [(M, None), (None, M)])
+def test_the_gradient_of_a_write_into_a_plain_tensor(axes, transposed, mesh):
+    """It is written into by strides, and a split weight decides its layout."""
+
+    def run(x):
+        y = torch.arange(32.0, requires_grad=True).reshape(8, 4)
+        y = (y.T if transposed else y.reshape(4, 8)) * 1.0
+        y[1:3, 2:5] = y[0:2, 3:6] * 2
+        return x * y
+
+    check(run, [randn(4, 8)], [axes], mesh)
+
+
+def test_a_gradient_that_is_accumulated_keeps_its_shards(mesh):
+    """The strides of a transposed gradient are not those of its variable."""
+    layout = distribution.TensorLayout((M, None), mesh)
+    whole = randn(8, 4)
+    table = distribution.distribute_tensor(whole.clone(), layout)
+    table.requires_grad_(True)
+    counter = CollectiveCounter()
+    with counter:
+        transposed = table.T.contiguous()
+        (transposed * transposed).sum().backward()
+    assert counter.total["all_gather"] == [0, 0]
+    assert table.grad.placements == table.placements
+    torch.testing.assert_close(table.grad.full_tensor(), 2 * whole)

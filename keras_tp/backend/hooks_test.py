@@ -70,7 +70,7 @@ def test_other_versions_of_keras_are_refused(monkeypatch, version):
     assert not hooks.is_installed()
 
 
-def test_every_row_says_why():
+def test_every_row_says_why_and_appears_once():
     from keras_tp.backend import distribution_lib
     from keras_tp.distribution import model_hooks
 
@@ -78,6 +78,9 @@ def test_every_row_says_why():
         assert hook.why and hook.why[-1] not in "."
         if hook.is_due():
             hook.resolve()
+    table = distribution_lib.hook_table()
+    names = [(hook.owner, name) for hook in table for name in hook.attributes]
+    assert len(set(names)) == len(names)
 
 
 def test_what_waits_is_replaced_once_it_is_imported(monkeypatch):

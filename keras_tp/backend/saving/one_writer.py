@@ -56,12 +56,14 @@ class _Saves:
 _saves = _Saves()
 
 
-def table(is_distributed):
+def table(is_distributed, exporting=contextlib.nullcontext):
     """Returns the rows of a hook table.
 
     Args:
         is_distributed: Function of a model. Returns whether its variables are
             split over processes.
+        exporting: Context manager of a model that is exported. Defaults to
+            one that does nothing.
     """
     save = functools.partial(_save_once, is_distributed)
 
@@ -81,11 +83,15 @@ def table(is_distributed):
 
     class Model:
         def export(original, model, filepath, *args, **kwargs):
+            def write(model, *args, **kwargs):
+                with exporting(model):
+                    return original(model, *args, **kwargs)
+
             is_one = _processes().world_size() == 1
             if is_one or not _meets(is_distributed, model):
-                return original(model, filepath, *args, **kwargs)
+                return write(model, filepath, *args, **kwargs)
             return _by_first(
-                original, contextlib.nullcontext, model, filepath, args, kwargs
+                write, contextlib.nullcontext, model, filepath, args, kwargs
             )
 
     class LegacyFormat:
@@ -106,7 +112,7 @@ def table(is_distributed):
             (
                 "keras.src.models.model:Model",
                 Model,
-                "one of several processes writes what is exported",
+                "one process writes a program, which needs no mesh",
             ),
             (
                 "keras.src.legacy.saving.legacy_h5_format",

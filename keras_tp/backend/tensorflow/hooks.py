@@ -32,13 +32,7 @@ TABLE = [
     ),
     *callbacks.table(),
     *data_shards.table(processes),
-    Hook(
-        "keras.src.models.model:Model",
-        "export",
-        variables.hook_export,
-        "a SavedModel runs on one device",
-    ),
-    *one_writer.table(_is_distributed),
+    *one_writer.table(_is_distributed, variables.exporting),
     Hook(
         _VARIABLE,
         "_initialize",

@@ -1,5 +1,7 @@
 """Keras variables whose value lies on the devices of a mesh."""
 
+import contextlib
+
 import numpy as np
 import tensorflow as tf
 from keras.src.distribution.distribution_lib import distribution
@@ -136,18 +138,19 @@ def _plain(variable, value, trainable):
         return tf.Variable(value, trainable=trainable, name=variable.name)
 
 
-@around
-def hook_export(original, self, /, *args, **kwargs):
-    """Exports a SavedModel, which needs all values on one device.
+@contextlib.contextmanager
+def exporting(model):
+    """Context in which a model is exported as a program for one device.
 
     Afterwards the variables get their old values back, so functions compiled
     for the mesh stay valid.
     """
     kept = [
-        (v, v._value, v._layout) for v in self.variables if is_distributed(v)
+        (v, v._value, v._layout) for v in model.variables if is_distributed(v)
     ]
     if not kept:
-        return original(self, *args, **kwargs)
+        yield
+        return
     before = distribution()
     try:
         for variable, value, _ in kept:
@@ -156,7 +159,7 @@ def hook_export(original, self, /, *args, **kwargs):
             )
             variable._layout = None
         set_distribution(None)
-        return original(self, *args, **kwargs)
+        yield
     finally:
         set_distribution(before)
         for variable, value, layout in kept:

@@ -89,13 +89,6 @@ def test_installing_is_undone():
     assert not DTensor._op_dispatcher._allow_implicit_replication
 
 
-def test_every_hook_says_why_and_appears_once():
-    table = distribution_lib.hook_table()
-    names = [(h.owner, name) for h in table for name in h.attributes]
-    assert len(set(names)) == len(names)
-    assert all(hook.why for hook in table)
-
-
 def test_operations_of_the_handlers_exist():
     handlers = table.with_handlers({})
     assert len(handlers) > 90

@@ -194,13 +194,7 @@ TABLE = [
     ),
     *callbacks.table(),
     *data_shards.table(processes),
-    Hook(
-        "keras.src.models.model:Model",
-        "export",
-        export.hook_export,
-        "an exported program runs on one device",
-    ),
-    *one_writer.table(_is_distributed),
+    *one_writer.table(_is_distributed, export.exporting),
     *(
         Hook(
             "keras.src.backend.torch.random",

@@ -303,7 +303,6 @@ _OPERATIONS = {
         "scatter_.src scatter_.value scatter_add_"
     ),
     writes.new_zeros: "new_zeros",
-    writes.new_strided: "new_empty_strided",
     writes.fill: "fill_.Scalar fill_.Tensor",
     writes.strided_view: "as_strided",
     reading.number: "_local_scalar_dense",

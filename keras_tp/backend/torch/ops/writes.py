@@ -172,26 +172,27 @@ def new_zeros(op, args, kwargs):
     return local_tensors.wrap_parts(local, x.device_mesh, placements, size)
 
 
-def new_strided(op, args, kwargs):
-    """Returns a replicated tensor to write into by strides."""
-    x, size, stride = args
-    local = op(x._local_tensor, size, stride, **kwargs)
-    placements = [Replicate()] * x.device_mesh.ndim
-    return local_tensors.wrap_parts(local, x.device_mesh, placements, size)
-
-
 def strided_view(op, args, kwargs):
     """Runs `as_strided`, whose strides are valid for a replicated tensor only.
 
-    The gradient of a write into a slice of a plain tensor calls it.
+    The gradient of a write into a slice of a plain tensor calls it, and writes
+    into the view: its tensor is gathered then, in place.
     """
     x, *rest = args
     if placement.needs_communication(x):
-        raise NotImplementedError(
-            "A tensor that is split over devices cannot be viewed by its "
-            "strides. Write into a plain tensor, or use "
-            "`keras.ops.slice_update`. Received: "
-            f"shape={tuple(x.shape)}, placements={x.placements}"
+        node = torch._C._current_autograd_node()
+        if node is None or node.name() != "torch::autograd::CopySlices":
+            raise NotImplementedError(
+                "A tensor that is split over devices cannot be viewed by its "
+                "strides. Write into a plain tensor, or use "
+                "`keras.ops.slice_update`. Received: "
+                f"shape={tuple(x.shape)}, placements={x.placements}"
+            )
+        local = x._local_tensor.new_empty_strided(x.shape, x.stride())
+        local.copy_(placement.to_full(x))
+        whole = local_tensors.wrap_parts(
+            local, x.device_mesh, [Replicate()] * x.device_mesh.ndim
         )
+        x._local_tensor, x._spec = whole._local_tensor, whole._spec
     view = op(x._local_tensor, *rest, **kwargs)
     return local_tensors.wrap_parts(view, x.device_mesh, x.placements)
