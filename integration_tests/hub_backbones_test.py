@@ -75,8 +75,40 @@ def numbers(structure):
     return [array for array in found if array.dtype.kind == "f"]
 
 
+# The gradient of what a router gives its experts is planned as an all-reduce;
+# torch gathers and scatters it.
+ROUTED = ("mixtral", "Qwen3_5Moe", "Qwen3Moe", "QwenMoe")
+
+
+def assert_counted_as_planned(name, plan, model, x, outputs, targets):
+    """The all-reduces of the plan and of the loss, to the byte, or it says so.
+
+    The mean of a split output, along its last dim, is one more all-reduce.
+    """
+    counted = distribution.count_collectives(model, x, targets)
+    found = {kind: tuple(pair) for kind, pair in counted.items() if pair[0]}
+    if plan.without_rule or not all(row.is_predicted for row in plan.variables):
+        return
+    count, size = plan.collectives(2, hub_models.LENGTH)["all_reduce"]
+    arrays = [np.asarray(leaf) for leaf in keras.tree.flatten(outputs)]
+    for of_output in plan.split_outputs:
+        nbytes = of_output.at(2, hub_models.LENGTH)
+        array = next(array for array in arrays if array.nbytes == nbytes)
+        count, size = count + 1, size + array.nbytes // array.shape[-1]
+    if name in ROUTED:
+        # Of its gradient, a part is gathered in each layer.
+        assert found.pop("all_gather")[0] == hub_models.LAYERS
+        assert found.pop("reduce_scatter")[0] == hub_models.LAYERS
+        assert found["all_reduce"][0] == count - hub_models.LAYERS
+        return
+    assert found == ({"all_reduce": (count, size)} if count else {})
+
+
 def run(build, spec, weights=None):
-    """Returns outputs before and after a train step, and first weights."""
+    """Returns a model, a batch, targets, its outputs before and after a step.
+
+    Last are the weights at first.
+    """
     keras.utils.set_random_seed(3)
     model = build()
     if weights is None:
@@ -89,10 +121,11 @@ def run(build, spec, weights=None):
     losses = keras.tree.map_structure(lambda _: "mse", before)
     is_task = hasattr(model, "backbone")
     # Theirs are for labels.
-    kwargs = {"weighted_metrics": []} if is_task else {}
+    kwargs = {"metrics": [], "weighted_metrics": []} if is_task else {}
     model.compile(keras.optimizers.SGD(RATE), losses, **kwargs)
     model.train_on_batch(x, targets)
-    return model, numbers(before), numbers(model.predict_on_batch(x)), weights
+    after = model.predict_on_batch(x)
+    return (model, x, targets), before, after, weights
 
 
 @pytest.mark.parametrize("name", names())
@@ -101,15 +134,22 @@ def test_backbone(name):
     builders, specs = survey()
     build, spec = builders[name], specs.get(name)
     _, *expected, weights = run(build, spec)
+    expected = [numbers(outputs) for outputs in expected]
     assert any(
         not np.array_equal(a, b) for a, b in zip(*expected, strict=True)
     ), "the train step changed nothing"
-    with distribution.TensorParallel(harness.mesh((1, 2))).scope():
-        model, *found, _ = run(build, spec, weights)
+    parallel = distribution.TensorParallel(harness.mesh((1, 2)))
+    with parallel.scope():
+        (model, x, targets), *found, _ = run(build, spec, weights)
     assert harness.split_paths(model)
     for kind, ours, theirs in zip(("first", "trained"), found, expected):
-        for a, b in zip(ours, theirs, strict=True):
+        for a, b in zip(numbers(ours), theirs, strict=True):
             largest = np.abs(b).max() or 1.0
             np.testing.assert_allclose(
                 a, b, rtol=0, atol=TOLERANCE * largest, err_msg=kind
             )
+    if keras.config.backend() == "torch" and parallel.plan is not None:
+        # XLA and TensorFlow combine the all-reduces of some gradients.
+        assert_counted_as_planned(
+            name, parallel.plan, model, x, found[0], targets
+        )

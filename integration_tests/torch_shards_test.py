@@ -1,5 +1,7 @@
 """Products and optimizer steps that run on shards, without dispatch."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -272,3 +274,47 @@ def test_repeated_heads_are_not_gathered(mesh):
     # The test itself gathers two results and a split gradient.
     assert tuple(counter.total["all_gather"]) == (3, 3 * 4 * size)
     assert tuple(counter.total["all_reduce"]) == (2, 2 * size)
+
+
+BATCHES = {
+    "heads": ((2, 4, 6, 3), (2, 4, 3, 6)),
+    "one head of keys": ((2, 4, 6, 3), (2, 1, 3, 6)),
+    "one head of queries": ((2, 1, 6, 3), (2, 4, 3, 6)),
+    "fewer dims": ((2, 4, 6, 3), (4, 3, 6)),
+    "a matrix": ((6, 4), (2, 4, 6)),
+    "both broadcast": ((1, 4, 6, 3), (2, 1, 3, 6)),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_products_of_batches(name, mesh):
+    """Each even dim of each operand is split in turn, and of both."""
+    shapes = BATCHES[name]
+    splits = [
+        [
+            tuple(M if j == i else None for j in range(len(shape)))
+            for i in (None, *range(len(shape)))
+            if i is None or shape[i] % mesh.shape[1] == 0
+        ]
+        for shape in shapes
+    ]
+    for a, b in itertools.product(*splits):
+        check(torch.matmul, [randn(*s) for s in shapes], [a, b], mesh)
+
+
+def test_one_head_of_keys_gathers_nothing(mesh):
+    layout = (None, M, None, None)
+    with CollectiveCounter() as counter:
+        x, y = (
+            distribution.distribute_tensor(
+                randn(*shape), distribution.TensorLayout(axes, mesh)
+            )
+            for shape, axes in (
+                ((2, 4, 6, 3), layout),
+                ((2, 1, 3, 6), (None,) * 4),
+            )
+        )
+        z = torch.matmul(x.requires_grad_(), y.requires_grad_())
+        z.sum().backward()
+    assert z.placements == x.placements
+    assert counter.total["all_gather"] == [0, 0]

@@ -273,7 +273,7 @@ class TensorParallel(ModelParallel):
                 len(row.shape) > 1
                 and size > LARGE_VARIABLE_BYTES
                 and not row.is_split
-                and row.why != "override"
+                and not row.why.startswith("override")
             ):
                 large.append(
                     f"{row.path!r} of shape {row.shape}, "

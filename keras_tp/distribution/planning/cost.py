@@ -5,7 +5,6 @@ gives predictions for any batch size and sequence length.
 """
 
 import collections
-import math
 
 from keras.src.utils.dtype_utils import dtype_size
 
@@ -44,36 +43,61 @@ _KEEPS_INPUTS = {
 _KEEPS_OUTPUTS = {"Softmax", "Relu", "ReLU", "Sigmoid", "Tanh", "Exp", "Rsqrt"}
 
 
-class Size(collections.namedtuple("Size", ["coefficient", "batch", "length"])):
+class Size(
+    collections.namedtuple(
+        "Size", ["coefficient", "batch", "length", "offset"], defaults=[0]
+    )
+):
     """A number of bytes that grows with the batch and the sequence length.
 
     Args:
         coefficient: Int or float.
         batch: Int, exponent of the batch size.
         length: Int, exponent of the sequence length.
+        offset: Int or float, added to the sequence length, such as the number
+            of image tokens before a text. Defaults to 0.
     """
 
     def at(self, batch_size, sequence_length):
         """Returns the bytes for a batch size and a sequence length."""
         size = self.coefficient * batch_size**self.batch
-        return size * sequence_length**self.length if self.length else size
+        if self.length:
+            size *= (sequence_length + self.offset) ** self.length
+        return _short(size)
+
+    def listed(self):
+        """Returns a list of the fields; without the offset if it is 0."""
+        return list(self) if self.offset else list(self)[:-1]
 
 
 def size_of(value, graph):
     """Returns the `Size` of a `Value`.
 
     The placeholder sizes of batch and length are primes that divide no other
-    dim, so the number of elements gives their exponents.
+    dim, so a dim says how it grows. Dims that are made of such a dim and others
+    are in `Graph.lengths`.
     """
-    elements = math.prod(value.shape)
-    exponents = []
-    for prime in (graph.batch, graph.length):
-        exponent = 0
-        while elements % prime == 0:
-            elements //= prime
-            exponent += 1
-        exponents.append(exponent)
-    return Size(elements * item_bytes(value.dtype), *exponents)
+    coefficient = item_bytes(value.dtype)
+    batch = length = offset = 0
+    for i, size in enumerate(value.shape):
+        times, rest = graph.lengths.get((value.index, i), (0, 0))
+        if times:
+            length, offset = length + 1, rest / times
+            coefficient *= times
+            continue
+        while size and size % graph.batch == 0:
+            size //= graph.batch
+            batch += 1
+        while size and size % graph.length == 0:
+            size //= graph.length
+            length += 1
+        coefficient *= size
+    return Size(_short(coefficient), batch, length, _short(offset))
+
+
+def _short(number):
+    """Returns a number as an int, if it is whole."""
+    return int(number) if number == int(number) else number
 
 
 def item_bytes(dtype):
@@ -96,7 +120,7 @@ def kept_activations(graph, split_dim, count):
         count: Int, number of devices along the axis that splits variables.
 
     Returns:
-        List of `Size` in bytes on one device, one for each pair of exponents.
+        List of `Size` in bytes on one device, one for each way to grow.
     """
     kept = {}
     for step in graph.steps:
@@ -108,10 +132,10 @@ def kept_activations(graph, split_dim, count):
     for value in kept.values():
         if value.kind in ("variable", "constant"):
             continue
-        coefficient, *exponents = size_of(value, graph)
-        if exponents[0] == 0:
+        coefficient, *growth = size_of(value, graph)
+        if growth[0] == 0:
             # A value without a batch dim depends on no input.
             continue
         share = 1 if split_dim(value) is None else count
-        total[tuple(exponents)] += coefficient // share
+        total[tuple(growth)] += coefficient // share
     return [Size(total[key], *key) for key in sorted(total)]

@@ -26,7 +26,28 @@ def test_sizes_for_a_batch_and_a_sequence_length():
 def test_placeholder_sizes_give_exponents(shape, expected):
     graph = Graph("net", 3, 5)
     value = graph.new_value("result", shape, "float32")
-    assert cost.size_of(value, graph) == expected
+    assert cost.size_of(value, graph) == cost.Size(*expected)
+
+
+def test_a_length_to_which_others_are_joined():
+    """8 image tokens before a text."""
+    graph = Graph("net", 3, 11)
+    value = graph.new_value("result", (3, 19, 4), "float32")
+    twice = graph.new_value("result", (3, 19, 19), "float32")
+    half = graph.new_value("result", (3, 6, 4), "float32")
+    graph.lengths = {
+        (value.index, 1): (1, 8),
+        (twice.index, 1): (1, 8),
+        (twice.index, 2): (1, 8),
+        (half.index, 1): (0.5, 0.0),
+    }
+    size = cost.size_of(value, graph)
+    assert size == cost.Size(16, 1, 1, 8)
+    assert size.at(2, 16) == 4 * 2 * 24 * 4
+    assert size.listed() == [16, 1, 1, 8]
+    assert cost.size_of(twice, graph).at(2, 16) == 4 * 2 * 24 * 24
+    assert cost.size_of(half, graph) == cost.Size(8, 1, 1)
+    assert cost.Size(8, 1, 1).listed() == [8, 1, 1]
 
 
 def test_bytes_of_elements():
@@ -55,4 +76,4 @@ def test_activations_are_kept_once_and_split_ones_in_part():
         )
     ]
     kept = cost.kept_activations(graph, {h: 1, x: None}.get, 2)
-    assert kept == [(4 * 4 + 8 * 4 // 2, 1, 0)]
+    assert kept == [cost.Size(4 * 4 + 8 * 4 // 2, 1, 0)]

@@ -2,12 +2,15 @@
 
 import collections
 
+from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning.rules import Dims
 from keras_tp.distribution.planning.rules_math import IN_ATTENTION
 
 # A dim that the devices do not divide is split if the parts are at least this
 # large, so that the smaller part of the last device costs little.
 LEAST_PART = 64
+# Batch size for which the bytes of two splits are compared.
+EXAMPLES = 4
 
 
 def may_be_uneven(size, count):
@@ -288,13 +291,17 @@ class Classes:
             else:
                 self.is_paired.add(root)
             self.sums[root].append(partial.tensor)
-            self.cost[root] += partial.tensor.nbytes
+            self.cost[root] += self._bytes_sent(partial.tensor)
         for value in self.graph.outputs:
             for i, size in enumerate(value.shape):
                 if size > 1:
                     root, _ = self.class_of((value.index, i))
                     self.sums[root].append(value)
-                    self.cost[root] += value.nbytes // 2
+                    self.cost[root] += self._bytes_sent(value) // 2
+
+    def _bytes_sent(self, value):
+        size = cost.size_of(value, self.graph)
+        return size.at(EXAMPLES, self.graph.length)
 
     def obstacle(self, value, i):
         """Returns why a dim cannot be split; an empty string if it can be."""

@@ -1,10 +1,12 @@
 """A model as a graph: Keras operations, and the tensors between them."""
 
+import functools
 import math
 import re
 
 from keras import tree
 
+from keras_tp.distribution.planning import lengths
 from keras_tp.distribution.planning.cost import item_bytes
 
 INPUT = "input"
@@ -117,6 +119,15 @@ class Graph:
         self.batch = batch
         self.length = length
         self.leaves = {}
+
+    @functools.cached_property
+    def lengths(self):
+        """The dims that grow with the length, but not by it alone.
+
+        A dict of `(index of a value, dim)` to `(times, rest)`, for a size of
+        `times * length + rest`.
+        """
+        return lengths.find(self)
 
     def new_value(self, kind, shape, dtype, path="", trainable=False):
         """Adds a `Value` and returns it."""

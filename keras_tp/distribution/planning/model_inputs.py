@@ -159,13 +159,28 @@ def symbolic(spec, batch, length):
 
 
 def standing_sizes(model, spec):
-    """Returns two primes that divide no dim; unchecked 61 and 67 at last."""
+    """Returns two primes that divide no known dim, for batch and length.
+
+    The batch is large, because results may have dims that are not known, such
+    as those of padded images. The length has to fit a table of positions; it is
+    61 if no smaller prime is left.
+    """
     taken = {size for variable in model.weights for size in variable.shape}
     for x in tree.flatten(spec):
         taken.update(size for size in getattr(x, "shape", ()) if size)
-    found = []
-    for prime in (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59):
-        if not any(size % prime == 0 for size in taken):
-            found.append(prime)
-    found += [61, 67]
-    return found[0], found[1]
+    lengths = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59)
+    batches = (1009, 1013, 1019, 1021)
+
+    def first(primes, otherwise):
+        free = (p for p in primes if not any(size % p == 0 for size in taken))
+        return next(free, otherwise)
+
+    if not any(map(_has_length, tree.flatten(spec))):
+        # No dim may be taken for a length.
+        return first(batches, 1031), first(batches[::-1], 1033)
+    return first(batches, 1031), first(lengths, 61)
+
+
+def _has_length(x):
+    shape = getattr(x, "shape", ())
+    return len(shape) < 4 and None in shape[1:]

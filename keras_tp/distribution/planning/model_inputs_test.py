@@ -55,5 +55,8 @@ def test_placeholders_for_unknown_dims():
 def test_standing_sizes_divide_no_dim():
     layer = layers.Dense(15)
     layer.build((None, 7))
+    call = model_inputs.call_spec_of(layer, (None, 11, None))
+    assert model_inputs.standing_sizes(layer, call) == (1009, 13)
+    # Nothing grows with a length.
     call = model_inputs.call_spec_of(layer, (None, 11))
-    assert model_inputs.standing_sizes(layer, call) == (13, 17)
+    assert model_inputs.standing_sizes(layer, call) == (1009, 1021)

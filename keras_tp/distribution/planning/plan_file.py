@@ -94,12 +94,15 @@ def text_of(plan):
         },
         "axis": plan.axis,
         "without_rule": dict(sorted(plan.without_rule.items())),
-        "activations": plan.activations,
-        "split_outputs": plan.split_outputs,
+        "activations": [size.listed() for size in plan.activations],
+        "split_outputs": [size.listed() for size in plan.split_outputs],
     }
     lists = {
         "variables": [row._asdict() for row in plan.variables],
-        "reductions": [row._asdict() for row in plan.reductions],
+        "reductions": [
+            {**row._asdict(), "size": row.size.listed()}
+            for row in plan.reductions
+        ],
     }
     lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
     for name, listed in lists.items():
@@ -236,11 +239,11 @@ def _check_reduction(where, row):
 def _check_size(where, size):
     is_right = (
         isinstance(size, list)
-        and len(size) == 3
-        and (_is_int(size[0], 0) or _is_float(size[0]))
-        and all(_is_int(n, 0) and n <= _MOST_POWER for n in size[1:])
+        and len(size) in (3, 4)
+        and all(_is_int(n, 0) or _is_float(n) for n in (size[0], *size[3:]))
+        and all(_is_int(n, 0) and n <= _MOST_POWER for n in size[1:3])
     )
-    _need(is_right, where, "bytes and two small exponents, at least 0", size)
+    _need(is_right, where, "bytes, two small exponents and an offset", size)
 
 
 def _check_fields(where, row, *names):

@@ -6,6 +6,9 @@ import math
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.tensor_layout import layout_with
 
+# In the reason of a row.
+NOT_PREDICTED = "which the plan does not predict"
+
 
 class PlannedVariable(
     collections.namedtuple(
@@ -44,6 +47,11 @@ class PlannedVariable(
     @property
     def is_split(self):
         return any(self.axes)
+
+    @property
+    def is_predicted(self):
+        """Whether the plan has all the collectives that the layout causes."""
+        return NOT_PREDICTED not in self.why
 
 
 class PlannedReduction(

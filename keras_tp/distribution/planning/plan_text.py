@@ -4,6 +4,7 @@ import html
 import itertools
 
 from keras_tp.distribution.planning import tables
+from keras_tp.distribution.planning.plan_rows import NOT_PREDICTED
 from keras_tp.distribution.tensor_layout import axis_sizes
 from keras_tp.distribution.tensor_layout import format_bytes
 
@@ -78,11 +79,19 @@ def _layout(row):
 def _totals(plan):
     total = sum(row.nbytes for row in plan.variables)
     held = sum(plan.device_bytes(row) for row in plan.variables)
+    others = [row.path for row in plan.variables if not row.is_predicted]
+    more = (
+        f" {len(others)} variables cause others, {NOT_PREDICTED}, the first "
+        f"is {others[0]!r}."
+        if others
+        else ""
+    )
     return (
         f"Mesh {axis_sizes(plan.device_mesh)}: each device holds "
         f"{format_bytes(held)} of {format_bytes(total)}; "
         f"{plan.split_share:.1%} of the matrices are split; "
         f"{len(plan.reductions)} sums over the devices in a training step."
+        f"{more}"
     )
 
 
@@ -183,10 +192,11 @@ def _row(plan, row):
 
 
 def _sum(row, path=""):
-    coefficient, batch, length = row.size
-    size = format_bytes(coefficient)
-    size += " x batch" if batch else ""
-    size += " x length" * length
+    size = format_bytes(row.size.coefficient)
+    size += " x batch" if row.size.batch else ""
+    offset = row.size.offset
+    length = f"(length + {offset:g})" if offset else "length"
+    size += f" x {length}" * row.size.length
     what = "gradient of its input" if row.backward else "output"
     where = f"{html.escape(path)}: " if path else ""
     return (

@@ -6,6 +6,7 @@ from keras import layers
 from integration_tests import small_models
 from keras_tp import distribution
 from keras_tp.distribution.planning import planner
+from keras_tp.distribution.planning import solver
 from keras_tp.distribution.planning import trace
 
 
@@ -516,7 +517,7 @@ def test_a_registered_rule():
 
 def test_overrides_take_their_pair_along():
     plan = plan_of(residual, overrides={"up_0/kernel": (None, None)})
-    assert plan["up_0/kernel"].why == "override"
+    assert plan["up_0/kernel"].why == "override" + solver.DISAGREES
     assert not plan["up_0/kernel"].is_split
     assert "up_1/kernel" in split(plan)
     # The cheapest first would be another: what is forced decides.
@@ -650,3 +651,42 @@ def test_a_scale_goes_with_its_kernel_only():
     assert any(kernel)
     assert scale[0] == kernel[0]
     assert scale[1] is None
+
+
+def test_a_kernel_that_meets_two_split_dims():
+    """Its outputs and its inputs are split for other kernels."""
+    x = keras.Input((512,))
+    a = layers.Dense(256, name="a")(x)
+    b = layers.Dense(256, name="b")(x)
+    c = layers.Dense(256, use_bias=False, name="between")(a)
+    y = layers.Dense(512, name="c")(a) + layers.Dense(512, name="d")(b + c)
+    plan = plan_of(keras.Model(x, y), overrides={"d/kernel": ("model", None)})
+    said = [row.path for row in plan.variables if "not predict" in row.why]
+    assert said == ["between/kernel"]
+    paths = [row.path for row in plan.reductions]
+    assert {"c", "d"} <= set(paths)
+
+
+def test_what_no_output_depends_on_has_no_gradient():
+    """A backbone's pooled output, in a model of its other output."""
+    x = keras.Input((16,))
+    h = layers.Dense(64, name="up")(x)
+    both = keras.Model(x, [layers.Dense(16, name="a")(h), h])
+    z = keras.Input((16,))
+    used, _ = both(z)
+    pooled = keras.Model(z, used)
+    assert plan_of(pooled).collectives(4) == plan_of(
+        keras.Model(x, layers.Dense(16, name="a")(h))
+    ).collectives(4)
+
+
+def test_collectives_of_a_text_behind_other_tokens():
+    """The size of a concatenated dim grows with the length, not by it."""
+    tokens, image = keras.Input((None, 16)), keras.Input((8, 16))
+    h = layers.Concatenate(axis=1)([image, tokens])
+    h = layers.Dense(64, name="up")(h)
+    model = keras.Model([tokens, image], layers.Dense(16, name="down")(h))
+    plan = plan_of(model)
+    assert plan.collectives(2, 16) == {"all_reduce": (1, 2 * 24 * 16 * 4)}
+    again = distribution.ShardingPlan.from_json(plan.to_json())
+    assert again.collectives(2, 16) == plan.collectives(2, 16)

@@ -84,12 +84,14 @@ def contraction(dims, step, terms, out):
         elif letter not in out:
             # The rank of LoRA: the all-reduce would be as large as the kernel.
             dims.keep(*nodes[0], "summed over in a product of weights")
-    # If an operand is split along a dim that the other lacks, each device has a
-    # partial sum of the other's gradient. (LoRA multiplies two weights.)
+    # If an operand is split along a dim that the other lacks, or broadcasts,
+    # each device has a partial sum of the other's gradient. (LoRA multiplies
+    # two weights.)
     for x, letters in activations or terms:
+        size_of = dict(zip(letters, x.shape))
         for other, other_letters in terms:
             for i, letter in enumerate(other_letters):
-                if letter in out and letter not in letters:
+                if letter in out and size_of.get(letter, 1) == 1:
                     dims.partial(other, i, x, backward=True)
 
 

@@ -12,6 +12,7 @@ import math
 
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning.dim_groups import Classes
+from keras_tp.distribution.planning.plan_rows import NOT_PREDICTED
 from keras_tp.distribution.planning.rules import rule_for
 from keras_tp.distribution.planning.rules_math import elementwise
 from keras_tp.distribution.tensor_layout import format_bytes
@@ -23,9 +24,14 @@ LONE_SHARE = 0.01
 LONE_SHARE_OF_LARGEST = 0.5
 COLUMN = "column-parallel: one all-reduce of the input's gradient"
 # Of heads that are reshaped to (KV heads, groups), fewer KV heads than devices.
-NOT_PREDICTED = (
+SHARED_HEADS = (
     "; its heads are reshaped to two dims that the devices share, so backends "
-    "gather tensors in attention, which the plan does not predict"
+    f"gather tensors in attention, {NOT_PREDICTED}"
+)
+# Of a kernel whose input or output is split along a dim that it is not.
+DISAGREES = (
+    "; its input or output is split along a dim that it is not, so backends "
+    f"gather or scatter, {NOT_PREDICTED}"
 )
 # Of a dim that the devices do not divide.
 UNEVEN = "; {} does not divide by {}, so the last device holds less"
@@ -138,6 +144,7 @@ class _Planner(Classes):
         if self.count > 1:
             self._take_forced()
             self._take_cheapest_first()
+        self._find_disagreeing()
         choices = {path: self._choice(path) for path in self.by_path}
         return Solution(
             choices, self._reductions(), self._split_dim, self.dims.unknown
@@ -336,6 +343,8 @@ class _Planner(Classes):
             why = "one device along this axis"
         else:
             why = self._why_whole(path, value, obstacles)
+        if path in self.disagreeing:
+            why += DISAGREES
         return Choice(dim, blocks, why, obstacles)
 
     def _why_split(self, value, dim):
@@ -345,7 +354,7 @@ class _Planner(Classes):
         why = self._uses.get(
             (value.index, root), "split with the dims it is combined with"
         )
-        return why + NOT_PREDICTED * (root in self.coarse)
+        return why + SHARED_HEADS * (root in self.coarse)
 
     def _find_uses(self):
         """Returns a dict of (variable, class) to the effect of its split."""
@@ -396,19 +405,62 @@ class _Planner(Classes):
                     return i
         return None
 
-    def _reductions(self):
-        """Returns the sums over the devices; of gradients, the needed ones."""
-        needs_gradient = self._needs_gradient()
-        found = collections.defaultdict(list)
+    def _find_disagreeing(self):
+        """Finds the products that sum over a split dim with a whole kernel.
+
+        The kernel is split along another dim, or not at all. Their partial
+        sums do not exist: the other factor is gathered.
+        """
+        variables = {value.index: value for value in self.graph.variables}
+        self.disagreeing = set()
+        # Indices of partials.
+        self.gathered = set()
         for k, partial in enumerate(self.dims.partials):
             root, _ = self.class_of(partial.node)
             if root not in self.classes_taken:
                 continue
+            for value in [*partial.step.inputs, *partial.step.variables]:
+                variable = variables.get(self._source(value))
+                if variable is None or not self._has_class(variable, root):
+                    continue
+                node = variable.index, self._split_of(variable.path)
+                if node[1] is None or self.class_of(node)[0] != root:
+                    self.gathered.add(k)
+                    self.disagreeing.add(variable.path)
+
+    def _split_of(self, path):
+        """Returns the dim of a variable that is split, or `None`."""
+        if path in self.forced:
+            return self.forced[path]
+        dim, blocks = self.taken.get(path, (None, 1))
+        root, _ = self.class_of((self.by_path[path].index, dim))
+        if blocks > 1 and self._why_not_in_blocks(root):
+            return None
+        return dim
+
+    def _has_class(self, value, root):
+        return any(
+            size > 1 and self.class_of((value.index, i))[0] == root
+            for i, size in enumerate(value.shape)
+        )
+
+    def _reductions(self):
+        """Returns the sums over the devices; of gradients, the needed ones."""
+        needs_gradient = self._needs_gradient()
+        has_gradient = self._has_gradient()
+        found = collections.defaultdict(list)
+        for k, partial in enumerate(self.dims.partials):
+            root, _ = self.class_of(partial.node)
+            if root not in self.classes_taken or k in self.gathered:
+                continue
             if not partial.backward:
                 found[k].append(partial)
-            elif partial.tensor.index in needs_gradient:
+            elif partial.tensor.index in needs_gradient and any(
+                v.index in has_gradient for v in partial.step.outputs
+            ):
                 # The gradients of a tensor are added up before the all-reduce.
-                found["gradient", partial.tensor.index].append(partial)
+                source = self._source(partial.tensor)
+                found["gradient", source].append(partial)
         position = {id(step): k for k, step in enumerate(self.graph.steps)}
         causes = []
         for partials in found.values():
@@ -430,4 +482,12 @@ class _Planner(Classes):
             around = [*step.inputs, *step.variables]
             if any(value.index in found for value in around):
                 found.update(value.index for value in step.outputs)
+        return found
+
+    def _has_gradient(self):
+        """Returns the indices of values that the model's outputs depend on."""
+        found = {value.index for value in self.graph.outputs}
+        for step in reversed(self.graph.steps):
+            if any(value.index in found for value in step.outputs):
+                found.update(v.index for v in (*step.inputs, *step.variables))
         return found

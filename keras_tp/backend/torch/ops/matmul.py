@@ -53,16 +53,45 @@ def matmul(original):
 
     @functools.wraps(original)
     def replacement(x, y, *args, **kwargs):
-        # A batch times a matrix, as in a dense layer.
-        if not args and not kwargs and _are_distributed(x, y) and y.ndim == 2:
-            batch = string.ascii_letters[: x.ndim - 1]
-            equation = f"{batch}y,yz->{batch}z"
-            result = _product(equation, x, y)
+        if not args and not kwargs and _are_distributed(x, y):
+            result = _matmul(x, y)
             if result is not None:
                 return placement.settled(result)
         return placement.settled(original(x, y, *args, **kwargs))
 
     return replacement
+
+
+def _matmul(x, y):
+    """Returns `x @ y`; `None` if it is left to DTensor.
+
+    A batch times a matrix, as in a dense layer, or two batches of matrices. A
+    batch dim of size 1 that the other broadcasts is left out, such as the one
+    head of keys in multi-query attention. DTensor would expand it, and gather
+    the other's heads.
+    """
+    if y.ndim == 2:
+        batch = string.ascii_lowercase[: x.ndim - 1]
+        return _product(f"{batch}K,KN->{batch}N", x, y)
+    if x.ndim < 2 or y.ndim < 2:
+        return None
+    count = max(x.ndim, y.ndim) - 2
+    letters = string.ascii_lowercase[:count]
+    named = []
+    for tensor, other, matrix in ((x, y, "MK"), (y, x, "KN")):
+        first = count - (tensor.ndim - 2)
+        others = (1,) * (count - (other.ndim - 2)) + tuple(other.shape[:-2])
+        kept = ""
+        for i in reversed(range(tensor.ndim - 2)):
+            if tensor.shape[i] == 1 and others[first + i] != 1:
+                if any(p.is_shard(i) for p in tensor.placements):
+                    return None
+                tensor = tensor.squeeze(i)
+            else:
+                kept = letters[first + i] + kept
+        named.append((kept + matrix, tensor))
+    (left, x), (right, y) = named
+    return _product(f"{left},{right}->{letters}MN", x, y)
 
 
 def _are_distributed(x, y):
