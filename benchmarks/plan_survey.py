@@ -81,9 +81,10 @@ def not_planned(names):
 def print_rows(plans):
     """Prints a row of the table for each of these plans."""
     for name, plan in plans.items():
+        others = sum(not row.is_predicted for row in plan.variables)
         print(
             f"| {name} | {plan.split_share:.1%} | {len(plan.reductions)} | "
-            f"{whole(plan)} |"
+            f"{others or ''} | {whole(plan)} |"
         )
 
 
@@ -109,15 +110,17 @@ def main():
     print(f"# Plans of KerasHub's models on {DEVICES} devices\n")
     print("Written by `plan_survey.py`, of tiny models. The share is that of")
     print("the bytes of all matrices, kernels and embeddings; sums are those")
-    print("over the devices in a training step, with the gradients'. A number")
-    print("in a path is written `#`. What has no rule is whole, and all that")
-    print("it meets: an operation that the planner does not know, or a layer")
-    print("that it cannot see into, as it calls functions of the framework.\n")
-    print("| model | split | sums | not split, and why |")
-    print("| --- | --- | --- | --- |")
+    print("over the devices in a training step, with the gradients'. Others")
+    print("are the variables that cause collectives beside these, which the")
+    print("plan does not predict. A number in a path is written `#`. What has")
+    print("no rule is whole, and all that it meets: an operation that the")
+    print("planner does not know, or a layer that it cannot see into, as it")
+    print("calls functions of the framework.\n")
+    print("| model | split | sums | others | not split, and why |")
+    print("| --- | --- | --- | --- | --- |")
     print_rows(plans)
     for name, why in sorted(WITHOUT_PLAN.items()):
-        print(f"| {name} | no plan | | {why} |")
+        print(f"| {name} | no plan | | | {why} |")
 
 
 if __name__ == "__main__":

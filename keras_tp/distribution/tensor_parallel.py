@@ -121,6 +121,9 @@ class TensorParallel(ModelParallel):
             return variable._layout
         if self._is_given:
             self._check_shape(variable)
+            row = self._row(variable)
+            if row is not None and row.is_of_several():
+                return self._replicated(shape)
             layout = self._layout_of_quantized(variable)
             if layout is None:
                 return super().get_variable_layout(variable)
@@ -147,6 +150,7 @@ class TensorParallel(ModelParallel):
             row is not None
             and _is_weight(variable)
             and row.shape != shape
+            and not row.is_of_several()
             and "int8" not in (row.dtype, variable._dtype)
         ):
             raise ValueError(

@@ -324,9 +324,18 @@ class TwoOfOneName(layers.Layer):
         return keras.ops.matmul(x, whole + self.packed)
 
 
-def test_variables_of_one_path_and_several_shapes_are_whole():
-    with TensorParallel(mesh()).scope():
-        model = keras.Sequential([TwoOfOneName(name="two")])
+def two_of_one_name():
+    return keras.Sequential([keras.Input((6,)), TwoOfOneName(name="two")])
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_variables_of_one_path_and_several_shapes_are_whole(is_given):
+    parallel = TensorParallel(mesh())
+    if is_given:
+        plan = distribution.plan_sharding(two_of_one_name, mesh())
+        parallel = plan.distribution()
+    with parallel.scope():
+        model = two_of_one_name()
         model.compile("sgd", "mse")
         x = np.ones((4, 6), "float32")
         model.fit(x, np.ones((4, 8), "float32"), verbose=0)

@@ -3,6 +3,7 @@
 import collections
 
 from keras_tp.distribution.planning import cost
+from keras_tp.distribution.planning.plan_rows import OF_ONE_PATH
 from keras_tp.distribution.planning.rules import Dims
 from keras_tp.distribution.planning.rules_math import IN_ATTENTION
 
@@ -67,8 +68,7 @@ class Classes:
             for i in range(a.ndim):
                 self.dims.same(a, i, b, i)
         elif a is not b:
-            why = "several variables of different shapes have this path"
-            self.dims.keep_whole([a, b], why)
+            self.dims.keep_whole([a, b], OF_ONE_PATH)
 
     def _resolve_factors(self):
         """Splits a dim that is a product of two along the major factor.

@@ -8,6 +8,8 @@ from keras_tp.distribution.tensor_layout import layout_with
 
 # In the reason of a row.
 NOT_PREDICTED = "which the plan does not predict"
+# An obstacle: such variables are whole.
+OF_ONE_PATH = "several variables of different shapes have this path"
 
 
 class PlannedVariable(
@@ -47,6 +49,10 @@ class PlannedVariable(
     @property
     def is_split(self):
         return any(self.axes)
+
+    def is_of_several(self):
+        """Returns whether variables of different shapes have this path."""
+        return OF_ONE_PATH in self.obstacles
 
     @property
     def is_predicted(self):

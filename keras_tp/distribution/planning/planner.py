@@ -1,5 +1,6 @@
 """Makes a plan from the graph of a model, a mesh and overrides."""
 
+import collections
 import re
 
 from keras_tp.distribution.planning import cost
@@ -7,6 +8,7 @@ from keras_tp.distribution.planning import rules_math  # noqa: F401
 from keras_tp.distribution.planning import rules_nn  # noqa: F401
 from keras_tp.distribution.planning import rules_shape  # noqa: F401
 from keras_tp.distribution.planning import solver
+from keras_tp.distribution.planning.plan_rows import OF_ONE_PATH
 from keras_tp.distribution.planning.plan_rows import PlannedReduction
 from keras_tp.distribution.planning.plan_rows import PlannedVariable
 from keras_tp.distribution.tensor_layout import TensorLayout
@@ -102,12 +104,19 @@ def plan_graph(
 def _rows(graph, solution, axis, overridden):
     """Returns the list of `PlannedVariable`s of a solution."""
     rows, seen = [], set()
+    shapes = collections.defaultdict(set)
+    for value in graph.variables:
+        shapes[value.path].add(value.shape)
     for value in graph.in_order_of_use():
         if value.path in seen:
             continue
         seen.add(value.path)
         choice = solution.choices[value.path]
         axes = [None] * value.ndim
+        obstacles = tuple(choice.obstacles)
+        if len(shapes[value.path]) > 1:
+            # Of all reasons, the one that says how to read the row.
+            obstacles = (OF_ONE_PATH,) * value.ndim
         if choice.dim is not None:
             axes[choice.dim] = axis
         row = PlannedVariable(
@@ -118,7 +127,7 @@ def _rows(graph, solution, axis, overridden):
             axes=overridden.get(value.path, tuple(axes)),
             blocks=choice.blocks,
             why=choice.why,
-            obstacles=tuple(choice.obstacles),
+            obstacles=obstacles,
         )
         rows.append(row)
     return rows
