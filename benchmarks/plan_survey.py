@@ -111,11 +111,12 @@ def main():
     print("Written by `plan_survey.py`, of tiny models. The share is that of")
     print("the bytes of all matrices, kernels and embeddings; sums are those")
     print("over the devices in a training step, with the gradients'. Others")
-    print("are the variables that cause collectives beside these, which the")
-    print("plan does not predict. A number in a path is written `#`. What has")
-    print("no rule is whole, and all that it meets: an operation that the")
-    print("planner does not know, or a layer that it cannot see into, as it")
-    print("calls functions of the framework.\n")
+    print("are the variables that cause collectives which the plan does not")
+    print(
+        "predict. A path has `#` for each number. An operation without a rule"
+    )
+    print("rule is one that the planner does not know, or a layer that calls")
+    print("functions of the framework. All that it meets stays whole.\n")
     print("| model | split | sums | others | not split, and why |")
     print("| --- | --- | --- | --- | --- |")
     print_rows(plans)

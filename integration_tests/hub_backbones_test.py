@@ -84,8 +84,8 @@ def numbers(structure):
     return [array for array in found if array.dtype.kind == "f"]
 
 
-# The gradient of what a router gives its experts is planned as an all-reduce;
-# torch gathers and scatters it.
+# A plan has an all-reduce for the gradient of each router of experts. torch
+# gathers and scatters it.
 # Of what these two read, their call on a batch decides.
 NOT_COUNTED = ("Gemma3n", "Gemma4")
 ROUTED = ("mixtral", "Qwen3_5Moe", "Qwen3Moe", "QwenMoe")

@@ -164,7 +164,7 @@ def test_the_gradient_of_a_write_into_a_plain_tensor(axes, transposed, mesh):
 
 
 def test_a_gradient_that_is_accumulated_keeps_its_shards(mesh):
-    """The strides of a transposed gradient are not those of its variable."""
+    """A transposed gradient is copied, as its variable has other strides."""
     layout = distribution.TensorLayout((M, None), mesh)
     whole = randn(8, 4)
     table = distribution.distribute_tensor(whole.clone(), layout)

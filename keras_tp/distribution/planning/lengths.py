@@ -18,7 +18,7 @@ def find(graph):
     Dims that are a multiple of the length are not in it.
 
     Args:
-        graph: `Graph`, of which all steps are known.
+        graph: `Graph` with all its steps.
     """
     found = {}
     for step in graph.steps:
@@ -101,9 +101,10 @@ def _of_slice(graph, found, step, j, size):
 
 
 def _of_same_size(found, step, output, j, size):
-    """Returns what an input says of a dim of this size, at best at its place.
+    """Returns the growth of an input's dim that has this size, or `None`.
 
-    From the right or from the left: operations add dims at either end.
+    The dim at the same place comes first, counted from the left or from the
+    right. At another place, all input dims of this size have to grow.
     """
     others = []
     for x in step.inputs:

@@ -161,9 +161,9 @@ def symbolic(spec, batch, length):
 def standing_sizes(model, spec):
     """Returns two primes that divide no known dim, for batch and length.
 
-    The batch is large, because results may have dims that are not known, such
-    as those of padded images. The length has to fit a table of positions; it is
-    61 if no smaller prime is left.
+    The batch is large. Otherwise it could divide a dim of a result, such as the
+    height of a padded image. The length is small, because tables of positions
+    limit it. It is 61 if no smaller prime is left.
     """
     taken = {size for variable in model.weights for size in variable.shape}
     for x in tree.flatten(spec):

@@ -11,6 +11,7 @@ import collections
 import math
 
 from keras_tp.distribution.planning import cost
+from keras_tp.distribution.planning import reductions
 from keras_tp.distribution.planning.dim_groups import Classes
 from keras_tp.distribution.planning.plan_rows import NOT_PREDICTED
 from keras_tp.distribution.planning.rules import rule_for
@@ -61,23 +62,6 @@ class Choice(
         why: String, the reason for the choice.
         obstacles: List with a string for each dim: why it cannot be split, or
             an empty string.
-    """
-
-
-class Reduction(
-    collections.namedtuple(
-        "Reduction", ["tensor", "backward", "path", "kind", "terms"]
-    )
-):
-    """A sum over the devices that splitting causes.
-
-    Args:
-        tensor: `Value` that is summed, or whose gradient is.
-        backward: Boolean. Whether the gradient is summed.
-        path: String, path of the layer that causes it.
-        kind: String, name of the operation that causes it.
-        terms: Int, number of gradients that are added up before the sum over
-            the devices, such as 3 for queries, keys and values.
     """
 
 
@@ -132,7 +116,7 @@ class _Planner(Classes):
         for step in graph.steps:
             if len(step.inputs) == 1 and self.dims.is_weight(step.inputs[0]):
                 for value in step.outputs:
-                    self._sources[value.index] = self._source(step.inputs[0])
+                    self._sources[value.index] = self.source(step.inputs[0])
 
     def solution(self):
         self.taken = {}
@@ -144,10 +128,13 @@ class _Planner(Classes):
         if self.count > 1:
             self._take_forced()
             self._take_cheapest_first()
-        self._find_disagreeing()
+        gathered, self.disagreeing = reductions.not_summed(self)
         choices = {path: self._choice(path) for path in self.by_path}
         return Solution(
-            choices, self._reductions(), self._split_dim, self.dims.unknown
+            choices,
+            reductions.of(self, gathered),
+            self._split_dim,
+            self.dims.unknown,
         )
 
     def _free_members(self, root):
@@ -372,10 +359,10 @@ class _Planner(Classes):
             for value in [*partial.step.inputs, *partial.step.variables]:
                 for i in range(value.ndim):
                     if self.class_of((value.index, i))[0] == root:
-                        uses.setdefault((self._source(value), root), use)
+                        uses.setdefault((self.source(value), root), use)
         return uses
 
-    def _source(self, value):
+    def source(self, value):
         """Returns the index of a value's variable, through casts and slices."""
         return self._sources.get(value.index, value.index)
 
@@ -405,30 +392,7 @@ class _Planner(Classes):
                     return i
         return None
 
-    def _find_disagreeing(self):
-        """Finds the products that sum over a split dim with a whole kernel.
-
-        The kernel is split along another dim, or not at all. Their partial
-        sums do not exist: the other factor is gathered.
-        """
-        variables = {value.index: value for value in self.graph.variables}
-        self.disagreeing = set()
-        # Indices of partials.
-        self.gathered = set()
-        for k, partial in enumerate(self.dims.partials):
-            root, _ = self.class_of(partial.node)
-            if root not in self.classes_taken:
-                continue
-            for value in [*partial.step.inputs, *partial.step.variables]:
-                variable = variables.get(self._source(value))
-                if variable is None or not self._has_class(variable, root):
-                    continue
-                node = variable.index, self._split_of(variable.path)
-                if node[1] is None or self.class_of(node)[0] != root:
-                    self.gathered.add(k)
-                    self.disagreeing.add(variable.path)
-
-    def _split_of(self, path):
+    def split_of(self, path):
         """Returns the dim of a variable that is split, or `None`."""
         if path in self.forced:
             return self.forced[path]
@@ -437,57 +401,3 @@ class _Planner(Classes):
         if blocks > 1 and self._why_not_in_blocks(root):
             return None
         return dim
-
-    def _has_class(self, value, root):
-        return any(
-            size > 1 and self.class_of((value.index, i))[0] == root
-            for i, size in enumerate(value.shape)
-        )
-
-    def _reductions(self):
-        """Returns the sums over the devices; of gradients, the needed ones."""
-        needs_gradient = self._needs_gradient()
-        has_gradient = self._has_gradient()
-        found = collections.defaultdict(list)
-        for k, partial in enumerate(self.dims.partials):
-            root, _ = self.class_of(partial.node)
-            if root not in self.classes_taken or k in self.gathered:
-                continue
-            if not partial.backward:
-                found[k].append(partial)
-            elif partial.tensor.index in needs_gradient and any(
-                v.index in has_gradient for v in partial.step.outputs
-            ):
-                # The gradients of a tensor are added up before the all-reduce.
-                source = self._source(partial.tensor)
-                found["gradient", source].append(partial)
-        position = {id(step): k for k, step in enumerate(self.graph.steps)}
-        causes = []
-        for partials in found.values():
-            first = min(partials, key=lambda p: position[id(p.step)])
-            reduction = Reduction(
-                first.tensor,
-                first.backward,
-                first.step.path,
-                first.step.kind,
-                len(partials),
-            )
-            causes.append((position[id(first.step)], reduction))
-        return [r for _, r in sorted(causes, key=lambda cause: cause[0])]
-
-    def _needs_gradient(self):
-        """Returns the indices of values that need a gradient."""
-        found = {v.index for v in self.graph.variables if v.trainable}
-        for step in self.graph.steps:
-            around = [*step.inputs, *step.variables]
-            if any(value.index in found for value in around):
-                found.update(value.index for value in step.outputs)
-        return found
-
-    def _has_gradient(self):
-        """Returns the indices of values that the model's outputs depend on."""
-        found = {value.index for value in self.graph.outputs}
-        for step in reversed(self.graph.steps):
-            if any(value.index in found for value in step.outputs):
-                found.update(v.index for v in (*step.inputs, *step.variables))
-        return found

@@ -1,0 +1,116 @@
+"""Finds the sums over the devices that the splits of a solution cause."""
+
+import collections
+
+
+class Reduction(
+    collections.namedtuple(
+        "Reduction", ["tensor", "backward", "path", "kind", "terms"]
+    )
+):
+    """A sum over the devices that splitting causes.
+
+    Args:
+        tensor: `Value` that is summed, or whose gradient is.
+        backward: Boolean. Whether the gradient is summed.
+        path: String, path of the layer that causes it.
+        kind: String, name of the operation that causes it.
+        terms: Int, number of gradients that are added up before the sum over
+            the devices, such as 3 for queries, keys and values.
+    """
+
+
+def not_summed(planner):
+    """Finds the products that sum over a split dim with a whole kernel.
+
+    The kernel is split along another dim, or not at all. Such a product has no
+    partial sums: its other factor is gathered.
+
+    Args:
+        planner: The planner of `solver`, after it has chosen.
+
+    Returns:
+        A pair of sets: the indices of their `Dims.partials`, and the paths of
+        the kernels.
+    """
+    variables = {value.index: value for value in planner.graph.variables}
+    indices, paths = set(), set()
+    for k, partial in enumerate(planner.dims.partials):
+        root, _ = planner.class_of(partial.node)
+        if root not in planner.classes_taken:
+            continue
+        for value in [*partial.step.inputs, *partial.step.variables]:
+            variable = variables.get(planner.source(value))
+            if variable is None or not _has_class(planner, variable, root):
+                continue
+            node = variable.index, planner.split_of(variable.path)
+            if node[1] is None or planner.class_of(node)[0] != root:
+                indices.add(k)
+                paths.add(variable.path)
+    return indices, paths
+
+
+def _has_class(planner, value, root):
+    return any(
+        size > 1 and planner.class_of((value.index, i))[0] == root
+        for i, size in enumerate(value.shape)
+    )
+
+
+def of(planner, gathered):
+    """Returns a list of `Reduction`, in the order of the steps that cause them.
+
+    Gradients are summed if a variable needs them and an output depends on them.
+
+    Args:
+        planner: The planner of `solver`, after it has chosen.
+        gathered: Set of the indices of partials that are not summed.
+    """
+    needed = _before_a_gradient(planner.graph)
+    used = _before_an_output(planner.graph)
+    found = collections.defaultdict(list)
+    for k, partial in enumerate(planner.dims.partials):
+        root, _ = planner.class_of(partial.node)
+        if root not in planner.classes_taken or k in gathered:
+            continue
+        outputs = partial.step.outputs
+        if not partial.backward:
+            found[k].append(partial)
+        elif partial.tensor.index in needed and any(
+            value.index in used for value in outputs
+        ):
+            # The gradients of a tensor are added up before the all-reduce.
+            source = planner.source(partial.tensor)
+            found["gradient", source].append(partial)
+    position = {id(step): k for k, step in enumerate(planner.graph.steps)}
+    causes = []
+    for partials in found.values():
+        first = min(partials, key=lambda p: position[id(p.step)])
+        reduction = Reduction(
+            first.tensor,
+            first.backward,
+            first.step.path,
+            first.step.kind,
+            len(partials),
+        )
+        causes.append((position[id(first.step)], reduction))
+    return [r for _, r in sorted(causes, key=lambda cause: cause[0])]
+
+
+def _before_a_gradient(graph):
+    """Returns the indices of values that need a gradient."""
+    found = {v.index for v in graph.variables if v.trainable}
+    for step in graph.steps:
+        around = [*step.inputs, *step.variables]
+        if any(value.index in found for value in around):
+            found.update(value.index for value in step.outputs)
+    return found
+
+
+def _before_an_output(graph):
+    """Returns the indices of values that the model's outputs depend on."""
+    found = {value.index for value in graph.outputs}
+    for step in reversed(graph.steps):
+        if any(value.index in found for value in step.outputs):
+            found.update(v.index for v in (*step.inputs, *step.variables))
+    return found
