@@ -97,7 +97,8 @@ def size_of(value, graph):
 
 def _short(number):
     """Returns a number as an int, if it is whole."""
-    return int(number) if number == int(number) else number
+    is_whole = isinstance(number, float) and number.is_integer()
+    return int(number) if is_whole else number
 
 
 def item_bytes(dtype):

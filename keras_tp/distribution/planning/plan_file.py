@@ -240,8 +240,9 @@ def _check_size(where, size):
     is_right = (
         isinstance(size, list)
         and len(size) in (3, 4)
-        and all(_is_int(n, 0) or _is_float(n) for n in (size[0], *size[3:]))
+        and (_is_int(size[0], 0) or _is_float(size[0]))
         and all(_is_int(n, 0) and n <= _MOST_POWER for n in size[1:3])
+        and all(map(_is_offset, size[3:]))
     )
     _need(is_right, where, "bytes, two small exponents and an offset", size)
 
@@ -286,6 +287,11 @@ def _is_int(value, least):
 
 def _is_float(value):
     return type(value) is float and math.isfinite(value) and value >= 0
+
+
+def _is_offset(value):
+    is_number = type(value) in (int, float) and math.isfinite(value)
+    return is_number and abs(value) < 2**31
 
 
 def _is_dtype(name):

@@ -35,6 +35,18 @@ def test_save_and_load(plan, tmp_path):
     assert ShardingPlan.load(path).to_json() == plan.to_json()
 
 
+def test_sizes_of_a_sliced_text():
+    """Its length is that of the text minus one."""
+    x = keras.Input((None, 16))
+    y = layers.Dense(64, name="up")(x[:, 1:])
+    model = keras.Model(x, layers.Dense(16, name="down")(y))
+    plan = distribution.plan_sharding(model, harness.mesh((1, 2)))
+    again = ShardingPlan.from_json(plan.to_json())
+    assert plan.reductions[0].size.offset == -1
+    assert again.to_json() == plan.to_json()
+    assert again.collectives(3, 9)["all_reduce"][1] % (3 * 8) == 0
+
+
 def test_an_error_leaves_the_older_file(plan, tmp_path, monkeypatch):
     path = harness.own_folder(tmp_path) / "plan.json"
     plan.save(path)
@@ -112,6 +124,9 @@ REDUCTION = ("reductions", 0)
         (set_to(*REDUCTION, "backward", "no"), r"reductions\[0\].backward"),
         (set_to(*REDUCTION, "size", [1, 0]), r"reductions\[0\].size"),
         (set_to(*REDUCTION, "size", ["1", 0, 0]), r"reductions\[0\].size"),
+        (set_to(*REDUCTION, "size", [1, 0, 0, "1"]), r"reductions\[0\].size"),
+        (set_to(*REDUCTION, "size", [1, 0, 0, 2**40]), "reductions.*size"),
+        (set_to(*REDUCTION, "size", [1, 0, 0, 1, 1]), "reductions.*size"),
     ],
 )
 def test_fields_that_are_wrong(plan, change, field, tmp_path):
