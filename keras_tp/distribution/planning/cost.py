@@ -73,9 +73,10 @@ class Size(
 def size_of(value, graph):
     """Returns the `Size` of a `Value`.
 
-    The placeholder sizes of batch and length are primes that divide no other
+    The placeholder sizes of batch and length are primes that divide no known
     dim, so a dim says how it grows. Dims that are made of such a dim and others
-    are in `Graph.lengths`.
+    are in `Graph.lengths`. Only a dim of exactly the size of the batch is one,
+    if there are any; else the first that it divides has it as a factor.
     """
     coefficient = item_bytes(value.dtype)
     batch = length = offset = 0
@@ -85,7 +86,10 @@ def size_of(value, graph):
             length, offset = length + 1, rest / times
             coefficient *= times
             continue
-        while size and size % graph.batch == 0:
+        is_factor = not batch and graph.batch not in value.shape
+        if size == graph.batch or (
+            is_factor and size and size % graph.batch == 0
+        ):
             size //= graph.batch
             batch += 1
         while size and size % graph.length == 0:

@@ -161,24 +161,26 @@ def symbolic(spec, batch, length):
 def standing_sizes(model, spec):
     """Returns two primes that divide no known dim, for batch and length.
 
-    The batch is large. Otherwise it could divide a dim of a result, such as the
-    height of a padded image. The length is small, because tables of positions
-    limit it. It is 61 if no smaller prime is left.
+    The batch is not among the usual sizes of feature maps, and small, because
+    some layers make states for each example. The length is small, because
+    tables of positions limit it. It is 61 if no smaller prime is left.
     """
     taken = {size for variable in model.weights for size in variable.shape}
     for x in tree.flatten(spec):
         taken.update(size for size in getattr(x, "shape", ()) if size)
     lengths = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59)
-    batches = (1009, 1013, 1019, 1021)
+    batches = (23, 29, 31, 37, 41, 43, 47, 53, 59)
+    # A dim of this size is in no model.
+    no_length = 1009
 
     def first(primes, otherwise):
         free = (p for p in primes if not any(size % p == 0 for size in taken))
         return next(free, otherwise)
 
+    batch = first(batches, 67)
     if not any(map(_has_length, tree.flatten(spec))):
-        # No dim may be taken for a length.
-        return first(batches, 1031), first(batches[::-1], 1033)
-    return first(batches, 1031), first(lengths, 61)
+        return batch, no_length
+    return batch, first([p for p in lengths if p != batch], 61)
 
 
 def _has_length(x):
