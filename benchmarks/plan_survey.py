@@ -112,9 +112,7 @@ def main():
     print("the bytes of all matrices, kernels and embeddings; sums are those")
     print("over the devices in a training step, with the gradients'. Others")
     print("are the variables that cause collectives which the plan does not")
-    print(
-        "predict. A path has `#` for each number. An operation without a rule"
-    )
+    print("predict. A path has `#` for each number. An operation without a")
     print("rule is one that the planner does not know, or a layer that calls")
     print("functions of the framework. All that it meets stays whole.\n")
     print("| model | split | sums | others | not split, and why |")
