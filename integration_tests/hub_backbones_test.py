@@ -23,12 +23,12 @@ QUICK = ["DINOV2"]
 RATE = 1e-3
 # Of the largest number; many of these models have no scale to speak of.
 TOLERANCE = 2e-4
-# Rounding alone moves it more: in float64 it differs by 1e-6.
-TOLERANCES = {"BLIP2": 1e-3}
+# Rounding alone moves these more in float32.
+IN_FLOAT64 = ("BLIP2",)
 # Models of the survey that plain Keras does not train here.
 NOT_TRAINED = {
     "DFine": "its decoder wants more positions than small images have",
-    "SAM": "its outputs have the shapes of its prompts",
+    "SAM": "Keras compares its outputs with targets of other shapes",
     "SAM3PromptableConcept": "needs torchvision on torch",
     "SigLIP": "its two outputs have one name, which `compile` refuses",
 }
@@ -84,10 +84,10 @@ def numbers(structure):
     return [array for array in found if array.dtype.kind == "f"]
 
 
+# Their plans predict more sums than are counted, and do not say so.
+NOT_COUNTED = ("Gemma3n", "Gemma4")
 # A plan has an all-reduce for the gradient of each router of experts. torch
 # gathers and scatters it.
-# Of what these two read, their call on a batch decides.
-NOT_COUNTED = ("Gemma3n", "Gemma4")
 ROUTED = ("mixtral", "Qwen3_5Moe", "Qwen3Moe", "QwenMoe")
 
 
@@ -139,16 +139,8 @@ def run(build, spec, weights=None):
     return (model, x, targets), before, after, weights
 
 
-@pytest.mark.parametrize("name", names())
-def test_backbone(name):
-    pytest.importorskip("keras_hub")
-    builders, specs = survey()
-    build, spec = builders[name], specs.get(name)
-    _, *expected, weights = run(build, spec)
-    expected = [numbers(outputs) for outputs in expected]
-    assert any(
-        not np.array_equal(a, b) for a, b in zip(*expected, strict=True)
-    ), "the train step changed nothing"
+def run_split(build, spec, weights):
+    """Returns a distribution, and what `run` returns under it."""
     mesh = harness.mesh((1, 2))
     if spec is None:
         parallel = distribution.TensorParallel(mesh)
@@ -157,13 +149,36 @@ def test_backbone(name):
         parallel = plan.distribution()
     keras.utils.clear_session()
     with parallel.scope():
-        (model, x, targets), *found, _ = run(build, spec, weights)
+        return parallel, run(build, spec, weights)
+
+
+@pytest.mark.parametrize("name", names())
+def test_backbone(name, request):
+    pytest.importorskip("keras_hub")
+    if name in IN_FLOAT64:
+        request.addfinalizer(lambda: keras.config.set_floatx("float32"))
+        keras.config.set_floatx("float64")
+    builders, specs = survey()
+    build, spec = builders[name], specs.get(name)
+    _, *expected, weights = run(build, spec)
+    expected = [numbers(outputs) for outputs in expected]
+    assert any(
+        not np.array_equal(a, b) for a, b in zip(*expected, strict=True)
+    ), "the train step changed nothing"
+    parallel, ((model, x, targets), *found, _) = run_split(build, spec, weights)
     assert harness.split_paths(model)
     for kind, ours, theirs in zip(("first", "trained"), found, expected):
         for a, b in zip(numbers(ours), theirs, strict=True):
             largest = np.abs(b).max() or 1.0
-            atol = TOLERANCES.get(name, TOLERANCE) * largest
-            np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=kind)
+            np.testing.assert_allclose(
+                a, b, rtol=0, atol=TOLERANCE * largest, err_msg=kind
+            )
+    if name in IN_FLOAT64:
+        # Plans are of the usual dtype.
+        keras.config.set_floatx("float32")
+        parallel, ((model, x, targets), *found, _) = run_split(
+            build, spec, weights
+        )
     is_counted = parallel.plan is not None and name not in NOT_COUNTED
     if keras.config.backend() == "torch" and is_counted:
         # XLA and TensorFlow combine the all-reduces of some gradients.

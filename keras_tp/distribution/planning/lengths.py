@@ -37,7 +37,7 @@ def _growth(graph, found, step, output, j, size):
         growth = _of_joined(graph, found, step, output, j, size)
     elif step.kind in _STRIDED:
         growth = _of_strided(graph, found, step, j, size)
-    elif step.kind in ("Pad", "ZeroPadding1D"):
+    elif step.kind == "Pad":
         growth = _of_padded(graph, found, step.inputs[0], j, size)
     elif step.kind == "GetItem":
         growth = _of_slice(graph, found, step, j, size)

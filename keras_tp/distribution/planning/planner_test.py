@@ -665,19 +665,27 @@ def test_a_kernel_that_meets_two_split_dims():
     assert said == ["between/kernel"]
     paths = [row.path for row in plan.reductions]
     assert {"c", "d"} <= set(paths)
+    text = " ".join(plan.summary().split())
+    assert "which the plan does not predict, the first is" in text
 
 
 def test_what_no_output_depends_on_has_no_gradient():
     """A backbone's pooled output, in a model of its other output."""
-    x = keras.Input((16,))
-    h = layers.Dense(64, name="up")(x)
-    both = keras.Model(x, [layers.Dense(16, name="a")(h), h])
-    z = keras.Input((16,))
-    used, _ = both(z)
-    pooled = keras.Model(z, used)
-    assert plan_of(pooled).collectives(4) == plan_of(
-        keras.Model(x, layers.Dense(16, name="a")(h))
-    ).collectives(4)
+    x = keras.Input((8, 16))
+    h = layers.Dense(16, name="embedding")(x)
+    pooled = layers.Dense(64, name="pooled_up")(h[:, 0])
+    pooled = layers.Dense(16, name="pooled_down")(pooled)
+    y = layers.Dense(16, name="down")(layers.Dense(64, name="up")(h))
+    backward = [
+        [row.path for row in plan_of(model).reductions if row.backward]
+        for model in (keras.Model(x, [y, pooled]), keras.Model(x, y))
+    ]
+    assert sorted(backward[0]) == ["pooled_up", "up"]
+    assert backward[1] == ["up"]
+    z = keras.Input((8, 16))
+    used = keras.Model(z, keras.Model(x, [y, pooled])(z)[0])
+    paths = [row.path for row in plan_of(used).reductions if row.backward]
+    assert [path.rpartition("/")[2] for path in paths] == ["up"]
 
 
 def test_collectives_of_a_text_behind_other_tokens():
