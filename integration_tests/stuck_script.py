@@ -58,14 +58,37 @@ def fail(where):
         os.kill(os.getppid(), signals[HOW])
 
 
-class Failing(layers.Dense):
-    """Fails when it is built, or saved the second time."""
+def of_host(function):
+    """Returns 0, after a function of the host, inside of a step."""
+    zero = np.zeros((), "float32")
+    if keras.config.backend() == "jax":
+        import jax
 
-    saved = 0
+        return jax.pure_callback(function, zero, zero)
+    return float(function(zero))
+
+
+class Failing(layers.Dense):
+    """Fails when it is built, computed the third time or saved the second."""
+
+    saved = called = 0
 
     def build(self, input_shape):
         fail("build")
         super().build(input_shape)
+
+    def call(self, inputs, training=None):
+        if WHERE == "step":
+            inputs = inputs + of_host(Failing.count)
+        return super().call(inputs, training=training)
+
+    @staticmethod
+    def count(zero):
+        """A callback of the compiled step; in an eager one, just code."""
+        Failing.called += 1
+        if Failing.called == 3:
+            fail("step")
+        return zero
 
     def save_own_variables(self, store):
         super().save_own_variables(store)

@@ -26,7 +26,7 @@ SLACK_S = 20 if os.environ.get("KERAS_TP_SLOW") == "1" else 120
             run,
             marks=[] if case in SOME and run == 0 else pytest.mark.slow,
         )
-        for case in stuck.CASES
+        for case in stuck.cases(BACKEND)
         for run in range(5)
     ],
 )

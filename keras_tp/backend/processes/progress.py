@@ -4,19 +4,17 @@ All processes run the same program, so all of them take the same number of
 common steps: batches of `fit`, saves and other collectives. If a process has
 taken fewer steps than others and runs code that needs no other process, the
 others wait for it. Processes with equal numbers of steps compile or compute,
-and do not count as stuck.
+and do not count as stuck, unless one of them runs the user's own code inside
+of a step (`user_code.py`) and the others do not.
 """
 
 import collections
 import contextlib
 import math
-import pathlib
-import sys
-import sysconfig
-import threading
 import time
 
 from keras_tp.backend.processes import timeouts
+from keras_tp.backend.processes import user_code
 
 # Seconds added to KERAS_TP_TIMEOUT before a wait is a fault. Waits with a limit
 # of their own end earlier, with an error that has more detail.
@@ -40,8 +38,8 @@ HERE, LEFT, FAILED, GONE, UNKNOWN = "here", "left", "failed", "gone", "unknown"
 class State(
     collections.namedtuple(
         "State",
-        ["steps", "place", "kind", "still", "line", "silent", "status"],
-        defaults=["", 0.0, HERE],
+        ["steps", "place", "kind", "still", "line", "silent", "status", "own"],
+        defaults=["", 0.0, HERE, 0.0],
     )
 ):
     """The position of a process in the program.
@@ -55,6 +53,8 @@ class State(
         silent: Float. Seconds since the last report. Defaults to 0.
         status: String. `HERE`, `LEFT`, `GONE`, `UNKNOWN`, or the error of a
             process that failed. Defaults to `HERE`.
+        own: Float. Seconds for which the process has run the user's own code
+            in this place. Defaults to 0.
     """
 
     def is_here(self):
@@ -87,6 +87,7 @@ class _Position:
 
 
 _own = _Position()
+_code = user_code.Watch()
 STARTING = State(0, "its start", ALONE, 0.0)
 
 
@@ -166,7 +167,9 @@ def own_state():
     if kind == ALONE and timeouts.is_longer():
         kind = WRITING
     still = time.monotonic() - _own.moved
-    return State(_own.steps, _own.place, kind, still, _line())
+    line, seconds = _code.look()
+    own = min(seconds, still)
+    return State(_own.steps, _own.place, kind, still, line, own=own)
 
 
 def failed_state():
@@ -230,6 +233,14 @@ def _fault_of(index, state, states, patience, has_failed):
     ):
         held_up = waiting_of(ahead, longest)
         how = f"is stuck in {state.place},"
+    elif (
+        state.status == HERE
+        and state.kind == TOGETHER
+        and state.own + state.silent >= least
+    ):
+        # A callback of a compiled program, or a layer that runs eagerly.
+        held_up = [i for i in waiting_of(level, longest) if not others[i].own]
+        how = f"is stuck in {state.place},"
     else:
         return None
     if not held_up:
@@ -245,21 +256,3 @@ def _fault_of(index, state, states, patience, has_failed):
 
 def _of_method():
     return f" in `{_own.methods[-1]}`" if _own.methods else ""
-
-
-_LIBRARIES = (
-    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
-    str(pathlib.Path(__file__).resolve().parents[2]),
-    "<frozen",
-)
-
-
-def _line():
-    """Returns the innermost line of user code that the main thread runs."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(_LIBRARIES):
-            return f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
-        frame = frame.f_back
-    return ""

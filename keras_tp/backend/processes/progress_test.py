@@ -1,5 +1,3 @@
-import pathlib
-
 import pytest
 
 from keras_tp.backend.processes import progress
@@ -30,6 +28,11 @@ def alone(steps=4, still=LONG, silent=0.0, status=HERE, kind=ALONE):
     return State(steps, "a callback", kind, still, line, silent, status)
 
 
+def inside(steps=5, own=LONG):
+    """Returns a state inside of a step, in a layer or a host callback."""
+    return waits(steps)._replace(line="script.py:9 (call)", own=own)
+
+
 def test_a_process_that_is_behind_is_stuck():
     said = fault(waits(), alone())
     assert said.startswith("Process 1 is stuck in a callback, while others")
@@ -38,6 +41,13 @@ def test_a_process_that_is_behind_is_stuck():
     assert said.endswith("Received: KERAS_TP_TIMEOUT=10\n")
     # Equal in all processes, whenever they look.
     assert "script.py" not in progress.fault({0: waits(), 1: alone()}, T)[1]
+
+
+def test_a_process_in_user_code_inside_of_a_step_is_stuck():
+    said = fault(waits(), inside())
+    assert said.startswith("Process 1 is stuck in batch 5 in `fit`, while")
+    assert "process 0 at batch 5 in `fit`" in said
+    assert "script.py:9 (call)" in said
 
 
 @pytest.mark.parametrize(
@@ -55,6 +65,13 @@ def test_a_process_that_is_behind_is_stuck():
         (waits(still=T), alone()),
         # It is ahead, and somebody else has to come.
         (waits(4), alone(5)),
+        # Both run the user's code inside of a step, as they trace it.
+        (inside(), inside()),
+        # The user's code runs in a step, but not for long.
+        (waits(), inside(own=T - 1)),
+        (waits(still=T), inside()),
+        # It is ahead in user code; the others may come.
+        (waits(4), inside(5)),
         # It writes a file.
         (waits(), alone(kind=WRITING)),
         # Nothing is known about it.
@@ -116,14 +133,3 @@ def test_steps_and_places():
     assert progress.own_state().place == "the script, after `fit`"
     failed = progress.failed_state()
     assert (failed.kind, failed.place) == (TOGETHER, "A collective in `fit`")
-
-
-@pytest.mark.parametrize("folder", ["distribution", "backend/torch"])
-def test_the_line_of_user_code_is_not_one_of_keras_tp(folder):
-    root = pathlib.Path(progress.__file__).resolve().parents[2]
-    source = "def entry(call):\n    return call()\n"
-    names = {}
-    exec(compile(source, str(root / folder / "model_hooks.py"), "exec"), names)
-    # This test is in the package, so it is no user code either.
-    line = names["entry"](progress._line)
-    assert "model_hooks.py" not in line

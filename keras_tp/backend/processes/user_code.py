@@ -1,0 +1,88 @@
+"""Finds the line of the user's own code that this process runs."""
+
+import pathlib
+import sys
+import sysconfig
+import threading
+import time
+
+_STDLIB = sysconfig.get_path("stdlib")
+_FROZEN = "<frozen"
+# Installed packages may lie in a folder of the standard library's.
+_PACKAGES = (
+    *{sysconfig.get_path(name) for name in ("purelib", "platlib")},
+    str(pathlib.Path(__file__).resolve().parents[2]),
+)
+
+
+class Watch:
+    """Tells for how long threads of this process have run the user's code."""
+
+    def __init__(self):
+        self._since = None
+
+    def look(self):
+        """Returns the line of the user's code, and for how long it has run.
+
+        The time is that since the first of the looks, without a break, that
+        found the user's code on top of the stack of the main thread or of a
+        thread of the framework: a callback of a compiled program, or a layer
+        that runs eagerly. It is 0 for code that called a package, and for
+        threads that the user started.
+
+        Returns:
+            Pair of the line (empty if there is none) and seconds.
+        """
+        frames = sys._current_frames()
+        main = frames.get(threading.main_thread().ident)
+        for ident in _of_user():
+            frames.pop(ident, None)
+        now = time.monotonic()
+        running = [frame for frame in map(_top, frames.values()) if frame]
+        if not running:
+            self._since = None
+            return _text(_innermost(main)), 0.0
+        if self._since is None:
+            self._since = now
+        return _text(running[0]), now - self._since
+
+
+def _of_user():
+    """Returns the threads that Python code started, without the main one."""
+    main = threading.main_thread()
+    return [
+        thread.ident
+        for thread in threading.enumerate()
+        if thread is not main and not isinstance(thread, threading._DummyThread)
+    ]
+
+
+def _is_users(frame):
+    name = frame.f_code.co_filename
+    return not name.startswith((*_PACKAGES, _STDLIB, _FROZEN))
+
+
+def _top(frame):
+    """Returns the user's frame that is on top, below the standard library's."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_PACKAGES):
+            return None
+        if _is_users(frame):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _innermost(frame):
+    """Returns the innermost frame of the user's code; `None` without one."""
+    while frame is not None and not _is_users(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _text(frame):
+    if frame is None:
+        return ""
+    code = frame.f_code
+    return f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"

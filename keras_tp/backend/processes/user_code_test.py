@@ -1,0 +1,67 @@
+import _thread
+import pathlib
+import queue
+import threading
+
+import pytest
+
+from keras_tp.backend.processes import user_code
+
+SCRIPT = "/home/somebody/script.py"
+
+
+def defined(source, name, path=SCRIPT, **names):
+    """Returns a function of a source that stands in a file of this path."""
+    exec(compile(source, path, "exec"), names)
+    return names[name]
+
+
+@pytest.mark.parametrize("folder", ["distribution", "backend/torch"])
+def test_the_line_of_user_code_is_not_one_of_keras_tp(folder):
+    root = pathlib.Path(user_code.__file__).resolve().parents[2]
+    path = root / folder / "model_hooks.py"
+    entry = defined("def entry(call):\n    return call()\n", "entry", str(path))
+    # This test is in the package, so it is no user code either.
+    line, seconds = entry(user_code.Watch().look)
+    assert "model_hooks.py" not in line
+    assert seconds == 0
+
+
+def test_code_that_called_a_package_has_a_line_and_no_time():
+    entry = defined("def entry(call):\n    return call()\n", "entry")
+    watch = user_code.Watch()
+    for _ in range(2):
+        assert entry(watch.look) == (f"{SCRIPT}:2 (entry)", 0.0)
+
+
+@pytest.fixture(params=["event.wait()", "items.get()"])
+def waiting(request):
+    """A function of the user's that waits, and an event that it has begun."""
+    names = {name: threading.Event() for name in ("event", "began")}
+    names["items"] = queue.Queue()
+    source = f"def callback():\n    began.set()\n    {request.param}\n"
+    yield defined(source, "callback", **names), names["began"]
+    names["event"].set()
+    names["items"].put(None)
+
+
+def test_a_callback_in_a_thread_of_the_framework_counts(waiting):
+    callback, began = waiting
+    watch = user_code.Watch()
+    _thread.start_new_thread(callback, ())
+    assert began.wait(60)
+    assert watch.look()[0].endswith("(callback)")
+    line, seconds = watch.look()
+    assert seconds > 0
+    assert line.startswith(SCRIPT)
+
+
+def test_a_thread_of_the_user_does_not(waiting):
+    callback, began = waiting
+    watch = user_code.Watch()
+    threading.Thread(target=callback).start()
+    assert began.wait(60)
+    watch.look()
+    line, seconds = watch.look()
+    assert SCRIPT not in line
+    assert seconds == 0
