@@ -83,6 +83,24 @@ def test_every_row_says_why_and_appears_once():
     assert len(set(names)) == len(names)
 
 
+# Each row is one more thing that a new version of Keras can break.
+MOST_ROWS = {"jax": 20, "tensorflow": 65, "torch": 45}
+
+
+def test_a_backend_has_few_rows_of_its_own():
+    from keras_tp.backend import distribution_lib
+    from keras_tp.backend.processes import callbacks
+    from keras_tp.backend.processes import data_shards
+    from keras_tp.backend.saving import one_writer
+
+    shared = callbacks.table() + data_shards.table(None) + one_writer.table(all)
+    owners = {hook.owner for hook in shared}
+    table = distribution_lib.hook_table()
+    own = [hook for hook in table if hook.owner not in owners]
+    assert len(table) == len(own) + len(shared)
+    assert len(own) <= MOST_ROWS[keras.config.backend()]
+
+
 def test_what_waits_is_replaced_once_it_is_imported(monkeypatch):
     module = types.ModuleType("some_models")
     module.Model = type("Model", (), {"generate": lambda self: 3})

@@ -7,6 +7,7 @@ from keras.src.distribution.distribution_lib import distribution
 from torch.distributed.tensor import DTensor
 
 from keras_tp.backend.hooks import Hook
+from keras_tp.backend.hooks import methods_row
 from keras_tp.backend.processes import callbacks
 from keras_tp.backend.processes import data_shards
 from keras_tp.backend.saving import one_writer
@@ -116,20 +117,10 @@ TABLE = [
         variables.hook_track_variables,
         "building a layer does not plan a part of a model",
     ),
-    *(
-        Hook(
-            _DTENSOR,
-            name,
-            hook,
-            "Python reads whole tensors, or stops with an error",
-        )
-        for name, hook in (
-            ("__array__", reading.hook_array),
-            ("numpy", reading.hook_numpy),
-            ("tolist", reading.hook_tolist),
-            ("__format__", reading.hook_format),
-            ("__repr__", reading.hook_repr),
-        )
+    methods_row(
+        _DTENSOR,
+        reading.Reads,
+        "Python reads whole tensors, or stops with an error",
     ),
     Hook(
         _DTENSOR,

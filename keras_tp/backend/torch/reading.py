@@ -5,8 +5,6 @@ branch that differs between processes would stop or change the run. If the
 tensor is split, a read is a collective that every process has to call.
 """
 
-import functools
-
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
@@ -37,22 +35,16 @@ def number(op, args, kwargs):
     return op(whole(tensor, "Reading a number from a split tensor"))
 
 
-def hook_array(original):
-    """Makes numpy arrays whole, for `get_weights` and saving."""
+class Reads:
+    """Methods of DTensor by which Python reads a tensor."""
 
-    @functools.wraps(original)
-    def __array__(self, dtype=None, copy=None):
+    def __array__(original, self, dtype=None, copy=None):
+        """Makes numpy arrays whole, for `get_weights` and saving."""
         what = "Converting a tensor to numpy, as saving does,"
         return np.array(whole(self, what).numpy(), dtype=dtype)
 
-    return __array__
-
-
-def hook_numpy(original):
-    """Makes `numpy()` return the whole tensor."""
-
-    @functools.wraps(original)
-    def numpy(self, *args, **kwargs):
+    def numpy(original, self, *args, **kwargs):
+        """Returns the whole tensor as an array."""
         if isinstance(self, DTensor):
             if self.requires_grad and not kwargs.get("force"):
                 # Raises torch's own error.
@@ -60,34 +52,21 @@ def hook_numpy(original):
             self = whole(self, "`numpy()`")
         return original(self, *args, **kwargs)
 
-    return numpy
+    def tolist(original, self):
+        """Returns the whole tensor as a list; torch lacks it for DTensor."""
+        return whole(self, "`tolist()`").tolist()
 
-
-def hook_tolist(original):
-    """Makes `tolist()` return the whole tensor; torch lacks it for DTensor."""
-    return lambda self: whole(self, "`tolist()`").tolist()
-
-
-def hook_format(original):
-    """Formats a scalar with a format spec, such as `f"{loss:.3f}"`."""
-
-    @functools.wraps(original)
-    def __format__(self, spec):
+    def __format__(original, self, spec):
+        """Formats a scalar with a format spec, such as `f"{loss:.3f}"`."""
         if self.ndim == 0 and spec:
             return format(self.item(), spec)
         return original(self, spec)
 
-    return __format__
+    def __repr__(original, self):
+        """Describes a split tensor without its values.
 
-
-def hook_repr(original):
-    """Describes a split tensor without its values.
-
-    Not a collective: debuggers and error messages call it in one process.
-    """
-
-    @functools.wraps(original)
-    def __repr__(self):
+        Not a collective: debuggers and errors call it in one process.
+        """
         if not placement.needs_communication(self):
             return original(self)
         axes = zip(self.device_mesh.mesh_dim_names or (), self.placements)
@@ -97,5 +76,3 @@ def hook_repr(original):
             f"{placed or self.placements}; "
             "`keras.ops.convert_to_numpy` reads its values)"
         )
-
-    return __repr__
