@@ -17,7 +17,8 @@ from integration_tests import hub_models
 from keras_tp import distribution
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
-# CI has time for one, which reads weights while it is made.
+# CI has time for one, which reads weights while it is made. It has as many
+# devices as heads.
 QUICK = ["DINOV2"]
 # One step of SGD with this rate changes outputs by less than rounding grows.
 RATE = 1e-3
@@ -139,9 +140,9 @@ def run(build, spec, weights=None):
     return (model, x, targets), before, after, weights
 
 
-def run_split(build, spec, weights):
+def run_split(name, build, spec, weights):
     """Returns a distribution, and what `run` returns under it."""
-    mesh = harness.mesh((1, 2))
+    mesh = harness.mesh(harness.fitted((1, 4 if name in QUICK else 2)))
     if spec is None:
         parallel = distribution.TensorParallel(mesh)
     else:
@@ -165,7 +166,9 @@ def test_backbone(name, request):
     assert any(
         not np.array_equal(a, b) for a, b in zip(*expected, strict=True)
     ), "the train step changed nothing"
-    parallel, ((model, x, targets), *found, _) = run_split(build, spec, weights)
+    parallel, ((model, x, targets), *found, _) = run_split(
+        name, build, spec, weights
+    )
     assert harness.split_paths(model)
     for kind, ours, theirs in zip(("first", "trained"), found, expected):
         for a, b in zip(numbers(ours), theirs, strict=True):
@@ -177,7 +180,7 @@ def test_backbone(name, request):
         # Plans are of the usual dtype.
         keras.config.set_floatx("float32")
         parallel, ((model, x, targets), *found, _) = run_split(
-            build, spec, weights
+            name, build, spec, weights
         )
     is_counted = parallel.plan is not None and name not in NOT_COUNTED
     if keras.config.backend() == "torch" and is_counted:
