@@ -132,9 +132,11 @@ def tell_error(kind, error, trace):
 
 
 def _add_cause(error):
-    """Adds a note that names the process behind a communication error."""
+    """Adds a note on the other processes to a communication error."""
     if isinstance(error, _ending.errors):
         cause = heartbeats.cause(_CAUSE_S)
+        if cause is None and "Timed out" in str(error):
+            cause = heartbeats.places()
         if cause is not None:
             error.add_note(cause.rstrip())
 

@@ -66,6 +66,11 @@ def cause(seconds):
     return found and found[0]
 
 
+def places():
+    """Returns where the other processes are, or `None` if that is unknown."""
+    return _watch[0].places() if _watch else None
+
+
 def leave(status=progress.LEFT):
     """Tells the others that this process ends, at the end or by an error."""
     while _watch:
@@ -233,6 +238,11 @@ class _Watcher(threading.Thread):
             return self._news.wait_for(
                 lambda: self._fault(progress.failed_state(), True), seconds
             )
+
+    def places(self):
+        """Returns where the other processes are, or `None`."""
+        others = {i: s for i, s in self._states.items() if i != self._index}
+        return progress.places(others, self._patience) if others else None
 
     def _beat(self, is_connected):
         own = progress.own_state()._replace(status=self._status)

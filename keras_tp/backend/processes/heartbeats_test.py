@@ -141,3 +141,12 @@ def test_news_of_a_cause_are_waited_for(watcher):
     waiting.join(WAITS_S)
     assert "Process 0 failed (ValueError: no)" in cause[0][0]
     progress.alone("the script")
+
+
+def test_where_the_others_are(watcher):
+    found, first, ended = watcher
+    assert found.places() is None
+    tell(first, steps=0)
+    with found._news:
+        assert found._news.wait_for(found.places, WAITS_S)
+    assert "process 0 is at here" in found.places()

@@ -201,6 +201,25 @@ def fault(states, patience, has_failed=False):
     return None
 
 
+def places(states, patience):
+    """Returns where the other processes are, after a wait without a fault.
+
+    Args:
+        states: Dict from the index of a process to its `State`, without this
+            process.
+        patience: Float. Seconds that processes wait for each other.
+    """
+    where = []
+    for index, state in sorted(states.items()):
+        line = f", in {state.line}" if state.line else ""
+        where.append(f"process {index} is at {state.place}{line}")
+    return (
+        f"No process is known to be stuck: {'; '.join(where)}. If one of them "
+        "compiles, or computes, for longer than the others wait for it, "
+        f"increase KERAS_TP_TIMEOUT. Received: KERAS_TP_TIMEOUT={patience:g}"
+    )
+
+
 def _fault_of(index, state, states, patience, has_failed):
     """Returns how a process holds up the others: a summary and details."""
     # After a failure, allow for reports that are up to `BEAT_S` old.

@@ -112,6 +112,15 @@ def test_the_cause_of_a_failed_step_is_found_sooner():
     assert "does not answer" in fault(failed, silent, has_failed=True)
 
 
+def test_where_processes_are_if_none_is_stuck():
+    said = progress.places({1: waits(), 2: alone()}, T)
+    assert (
+        "process 1 is at batch 5 in `fit`; process 2 is at a callback" in said
+    )
+    assert "script.py:7 (on_train_batch_end)" in said
+    assert said.endswith("Received: KERAS_TP_TIMEOUT=10")
+
+
 def test_steps_and_places():
     before = progress.own_state()
     with progress.method("fit"):
