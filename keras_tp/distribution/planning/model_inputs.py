@@ -4,6 +4,7 @@ import inspect
 
 import keras
 from keras import tree
+from keras.src.utils.tracking import TrackedList
 
 # Placeholder for unknown dims of images (rank 4 on): large enough for strides.
 IMAGE_SIZE = 64
@@ -76,10 +77,13 @@ def _known_call(model):
         return (tree.map_structure(_spec_of, structure),), {}
     if "_noted_call" in vars(model):
         return vars(model)["_noted_call"]
-    shapes = getattr(model, "_build_shapes_dict", None)
+    shapes = _untracked(getattr(model, "_build_shapes_dict", None))
     if shapes and len(shapes) == 1:
         shape = next(iter(shapes.values()))
-        return (tree.map_shape_structure(_spec_of, shape),), {}
+        spec = tree.map_shape_structure(_spec_of, shape)
+        if isinstance(spec, dict) and not _takes_a_structure(model):
+            return (), spec
+        return (spec,), {}
     if shapes and all(name.endswith("_shape") for name in shapes):
         return (), {
             name.removesuffix("_shape"): tree.map_shape_structure(
@@ -88,6 +92,25 @@ def _known_call(model):
             for name, shape in shapes.items()
         }
     return None
+
+
+def _takes_a_structure(model):
+    """Returns whether `call` has a parameter for all inputs as one."""
+    parameters = inspect.signature(model.call).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(parameter.kind not in variadic for parameter in parameters)
+
+
+def _untracked(value):
+    """Returns a structure without Keras's containers of attributes.
+
+    Frameworks do not take those as the inputs of a model.
+    """
+    if isinstance(value, dict):
+        return {key: _untracked(v) for key, v in value.items()}
+    if isinstance(value, TrackedList):
+        return [_untracked(v) for v in value]
+    return value
 
 
 def _spec_of_batch(x):

@@ -31,6 +31,37 @@ def test_inputs_that_a_model_knows():
         model_inputs.call_spec_of(unbuilt, None)
 
 
+class OfDict(keras.Model):
+    """A model whose user calls `build` with the shapes of a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(4)
+
+    def build(self, shapes):
+        self.dense.build(shapes["x"])
+
+    def call(self, inputs):
+        return self.dense(inputs["x"])
+
+
+class OfKeywords(OfDict):
+    def call(self, *args, **kwargs):
+        return self.dense(*args, kwargs["x"])
+
+
+@pytest.mark.parametrize("cls", [OfDict, OfKeywords])
+def test_a_model_that_was_built_with_a_dict_of_shapes(cls):
+    model = cls()
+    model.build({"x": (2, 6)})
+    call = model_inputs.call_spec_of(model, None)
+    assert specs(call) == [((2, 6), "float32")]
+    args, kwargs = model_inputs.symbolic(call, 3, 5)
+    # As attributes of Keras are, it would be no input for JAX.
+    assert all(type(given) is dict for given in (*args, kwargs))
+    assert model(*args, **kwargs).shape == (2, 4)
+
+
 def test_a_models_own_input_spec_fixes_sizes():
     layer = layers.Dense(2)
     layer.build((None, 5))
