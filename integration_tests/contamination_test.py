@@ -68,14 +68,7 @@ def attributes():
     ]
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        pytest.param("forwards", marks=pytest.mark.slow),
-        pytest.param("backwards", marks=pytest.mark.slow),
-        "shuffled",
-    ],
-)
+@pytest.mark.parametrize("order", ["forwards", "backwards", "shuffled"])
 def test_any_order_gives_the_numbers_of_fresh_processes(fresh, order):
     for name in orders()[order]:
         got = combinations.run(name)

@@ -40,22 +40,47 @@ if os.environ.get("KERAS_TP_SLOW") == "1":
     MESHES = [data_parallel, tensor_parallel, both]
 
 
-# The longest ones there; CI runs them on the other backends.
-SLOW_ON_TENSORFLOW = (
-    "copies",
-    "copies_of_a_model_without_input",
-    "layers_added_and_removed",
-    "parts_of_models",
-    "settings_between_two_fits",
-)
+# The longest ones there; CI runs each on the other backends.
+SLOW = {
+    "jax": (
+        "conv_autoencoder",
+        "data_augmentation",
+        "knowledge_distillation",
+        "residual_network",
+        "several_inputs_and_outputs",
+        "super_resolution",
+        "text_classification",
+        "variational_autoencoder",
+        "video_frames",
+    ),
+    "tensorflow": (
+        "copies",
+        "copies_of_a_model_without_input",
+        "gated_selection",
+        "image_segmentation",
+        "layers_added_and_removed",
+        "masked_sequences",
+        "miniature_gpt",
+        "own_recurrent_cell",
+        "parts_of_models",
+        "sequence_classifier",
+        "settings_between_two_fits",
+        "siamese_network",
+        "text_recognition",
+        "transfer_learning",
+        "translation",
+        "vision_transformer",
+    ),
+    "torch": (),
+}
 
 
 def names():
+    slow = SLOW[keras.config.backend()]
+    assert set(slow) <= set(RECIPES)
     for name in RECIPES:
-        slow = keras.config.backend() == "tensorflow" and (
-            name in SLOW_ON_TENSORFLOW
-        )
-        yield pytest.param(name, marks=[pytest.mark.slow] * slow)
+        marks = [pytest.mark.slow] if name in slow else []
+        yield pytest.param(name, marks=marks)
 
 
 @pytest.mark.parametrize("make", MESHES)
