@@ -62,6 +62,7 @@ SHARED = [
             "torch_writing",
             "training",
             "uneven",
+            "variable_operators",
             "zero",
         )
     ),

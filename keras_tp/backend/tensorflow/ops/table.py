@@ -280,6 +280,7 @@ _RULES_BY_OWNER = {
     },
     "tensorflow.python.ops.nn_ops": {"top_k": sorting.top_k_of_sort},
     "tensorflow:Tensor": {"__getitem__": shape_ops.getitem},
+    "tensorflow:Variable": {"__getitem__": shape_ops.getitem},
     "tensorflow:image": {
         "hsv_to_rgb": images.hsv_to_rgb,
         "resize": images.resize,
