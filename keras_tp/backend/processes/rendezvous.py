@@ -188,7 +188,9 @@ def heard(selector, key, count, first=1):
                 and first <= index < count
                 and isinstance(proof, str)
                 and hmac.compare_digest(
-                    proof.encode(), _proof(guest.challenge, index).encode()
+                    # JSON may hold characters that have no bytes.
+                    proof.encode(errors="replace"),
+                    _proof(guest.challenge, index).encode(),
                 )
             ):
                 selector.unregister(connection)

@@ -49,6 +49,7 @@ STRANGERS = {
     "no proof": b'{"index": 1}\n',
     "a wrong proof": b'{"index": 1, "proof": "0000"}\n',
     "a proof that is no text": b'{"index": 1, "proof": 3}\n',
+    "a proof without bytes": b'{"index": 1, "proof": "\\ud800"}\n',
     "true": b'{"index": true, "proof": ""}\n',
     "an index that is none": b'{"index": 9, "proof": ""}\n',
     "a number": b"1\n",

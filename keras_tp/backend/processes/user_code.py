@@ -33,18 +33,31 @@ class Watch:
         Returns:
             Pair of the line (empty if there is none) and seconds.
         """
-        frames = sys._current_frames()
-        main = frames.get(threading.main_thread().ident)
+        line, is_on_top = _look()
+        if not is_on_top:
+            self._since = None
+            return line, 0.0
+        now = time.monotonic()
+        # Other threads may look, too.
+        since = self._since = self._since or now
+        return line, now - since
+
+
+def _look():
+    """Returns the line of the user's code, and whether it is on top."""
+    frames = sys._current_frames()
+    main = frames.get(threading.main_thread().ident)
+    try:
         for ident in _of_user():
             frames.pop(ident, None)
-        now = time.monotonic()
-        running = [frame for frame in map(_top, frames.values()) if frame]
-        if not running:
-            self._since = None
-            return _text(_innermost(main)), 0.0
-        if self._since is None:
-            self._since = now
-        return _text(running[0]), now - self._since
+        for frame in map(_top, frames.values()):
+            if frame is not None:
+                return _text(frame), True
+        return _text(_innermost(main)), False
+    finally:
+        # One of them is the frame of this function: without this it, and what
+        # the others hold, would stay until Python looks for circles.
+        del frames, main
 
 
 def _of_user():

@@ -1,7 +1,9 @@
 import _thread
+import gc
 import pathlib
 import queue
 import threading
+import weakref
 
 import pytest
 
@@ -65,3 +67,19 @@ def test_a_thread_of_the_user_does_not(waiting):
     line, seconds = watch.look()
     assert SCRIPT not in line
     assert seconds == 0
+
+
+def test_a_look_keeps_nothing_alive():
+    class Held:
+        pass
+
+    def held():
+        kept = Held()
+        user_code.Watch().look()
+        return weakref.ref(kept)
+
+    gc.disable()
+    try:
+        assert held()() is None
+    finally:
+        gc.enable()
