@@ -142,7 +142,10 @@ class _Server(threading.Thread):
             return False
         if not isinstance(key.data, int):
             index = rendezvous.heard(selector, key, self._count, first=0)
-            if index is not None:
+            if index in self._members:
+                # A child of that process has its secret and its index.
+                key.fileobj.close()
+            elif index is not None:
                 self._members[index] = _Lines(key.fileobj)
                 # The process waits for this reply before it reports.
                 self._members[index].put([])

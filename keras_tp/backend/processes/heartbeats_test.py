@@ -64,6 +64,24 @@ def test_states_are_passed_on(server):
     server.join(WAITS_S)
 
 
+def test_a_child_does_not_take_the_place_of_its_process(server):
+    links = [joined(server, index) for index in range(2)]
+    for link in links:
+        tell(link)
+    for index in range(2):
+        child = socket.create_connection(("127.0.0.1", server.port))
+        child.settimeout(WAITS_S)
+        rendezvous.introduce(child, index)
+        assert not rendezvous.read_line(child)
+        child.close()
+    tell(links[1], steps=5)
+    found = told(links[0], lambda states: 1 in states and states[1].steps == 5)
+    assert all(state.status == progress.HERE for state in found.values())
+    links[0].close()
+    links[1].close()
+    server.join(WAITS_S)
+
+
 def test_strangers_are_dropped(server, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setenv(rendezvous.SECRET, "another")
