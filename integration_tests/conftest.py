@@ -98,7 +98,7 @@ SLOW_ON = {
         r"readme_test\.py::test_snippet_runs\[(plans-1|layouts-0)",
     ),
     "tensorflow": (
-        # What the launcher shows is the same on each backend.
+        # The launcher prints the same on each backend.
         r"output_test\.py::.*(all_processes_speak|all_errors|abort-13|exit-7)",
         r"one_device_test\.py::test_one_device_is_said_once",
         r"processes_test\.py::test_an_error_ends.*\[(exit|kill_step)\]",
