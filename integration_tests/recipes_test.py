@@ -78,6 +78,7 @@ SLOW = {
 def names():
     slow = SLOW[keras.config.backend()]
     assert set(slow) <= set(RECIPES)
+    assert not set(SLOW["jax"]) & set(SLOW["tensorflow"])
     for name in RECIPES:
         marks = [pytest.mark.slow] if name in slow else []
         yield pytest.param(name, marks=marks)

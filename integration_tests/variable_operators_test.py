@@ -92,4 +92,5 @@ def test_operators_of_a_split_variable(axes):
         np.testing.assert_allclose(
             found[name], arrays, rtol=1e-5, atol=1e-5, err_msg=name
         )
+    assert np.abs(expected["*"][1] - expected["*"][0]).max() > 1e-3
     np.testing.assert_allclose(weight, trained, rtol=1e-5, atol=1e-6)

@@ -1,6 +1,11 @@
 import subprocess
 import sys
 
+import pytest
+
+from keras_tp.backend.processes import error_propagation
+from keras_tp.backend.processes import heartbeats
+
 # While process 0 is stopped, TensorFlow's store takes nothing and says nothing.
 SCRIPT = """
 import threading
@@ -29,3 +34,23 @@ def test_a_process_that_failed_ends_if_the_store_does_not_answer():
     )
     assert ended.returncode == 1
     assert "ValueError: the first error" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ["text", "cause", "notes"],
+    [
+        ("Timed out waiting 90000ms", None, ["process 1 is at batch 2"]),
+        (
+            "Timed out waiting 90000ms",
+            "Process 1 is gone.\n",
+            ["Process 1 is gone."],
+        ),
+        ("a shape is wrong", None, []),
+    ],
+)
+def test_a_communication_error_has_a_note(monkeypatch, text, cause, notes):
+    monkeypatch.setattr(heartbeats, "cause", lambda seconds: cause)
+    monkeypatch.setattr(heartbeats, "places", lambda: "process 1 is at batch 2")
+    error = RuntimeError(text)
+    error_propagation._add_cause(error)
+    assert getattr(error, "__notes__", []) == notes

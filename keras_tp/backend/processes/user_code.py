@@ -1,18 +1,19 @@
 """Finds the line of the user's own code that this process runs."""
 
+import os
 import pathlib
 import sys
 import sysconfig
 import threading
 import time
 
-_STDLIB = sysconfig.get_path("stdlib")
-_FROZEN = "<frozen"
 # Installed packages may lie in a folder of the standard library's.
 _PACKAGES = (
     *{sysconfig.get_path(name) for name in ("purelib", "platlib")},
     str(pathlib.Path(__file__).resolve().parents[2]),
 )
+_LIBRARIES = (*_PACKAGES, sysconfig.get_path("stdlib"), "<frozen")
+_TENSORFLOW = f"{os.sep}tensorflow{os.sep}"
 
 
 class Watch:
@@ -27,8 +28,9 @@ class Watch:
         The time is that since the first of the looks, without a break, that
         found the user's code on top of the stack of the main thread or of a
         thread of the framework: a callback of a compiled program, or a layer
-        that runs eagerly. It is 0 for code that called a package, and for
-        threads that the user started.
+        that runs eagerly. It is 0 for code that called a package, for threads
+        that the user started, and for generators that `tf.data` reads ahead of
+        a step.
 
         Returns:
             Pair of the line (empty if there is none) and seconds.
@@ -71,20 +73,22 @@ def _of_user():
 
 
 def _is_users(frame):
-    name = frame.f_code.co_filename
-    return not name.startswith((*_PACKAGES, _STDLIB, _FROZEN))
+    return not frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
 def _top(frame):
     """Returns the user's frame that is on top, below the standard library's."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_PACKAGES):
+    while frame is not None and not _is_users(frame):
+        if frame.f_code.co_filename.startswith(_PACKAGES):
             return None
-        if _is_users(frame):
-            return frame
         frame = frame.f_back
-    return None
+    caller = frame
+    while caller is not None:
+        # A step of TensorFlow runs no code of the host; `tf.data` does.
+        if _TENSORFLOW in caller.f_code.co_filename:
+            return None
+        caller = caller.f_back
+    return frame
 
 
 def _innermost(frame):

@@ -2,6 +2,7 @@ import _thread
 import gc
 import pathlib
 import queue
+import sysconfig
 import threading
 import weakref
 
@@ -56,6 +57,19 @@ def test_a_callback_in_a_thread_of_the_framework_counts(waiting):
     line, seconds = watch.look()
     assert seconds > 0
     assert line.startswith(SCRIPT)
+
+
+def test_a_generator_that_tf_data_reads_does_not(waiting):
+    callback, began = waiting
+    path = f"{sysconfig.get_path('purelib')}/tensorflow/script_ops.py"
+    source = "def call():\n    callback()\n"
+    watch = user_code.Watch()
+    _thread.start_new_thread(
+        defined(source, "call", path, callback=callback), ()
+    )
+    assert began.wait(60)
+    watch.look()
+    assert watch.look()[1] == 0
 
 
 def test_a_thread_of_the_user_does_not(waiting):

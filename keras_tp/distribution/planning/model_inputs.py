@@ -81,7 +81,7 @@ def _known_call(model):
     if shapes and len(shapes) == 1:
         shape = next(iter(shapes.values()))
         spec = tree.map_shape_structure(_spec_of, shape)
-        if isinstance(spec, dict) and not _takes_a_structure(model):
+        if isinstance(spec, dict) and _takes_keywords_only(model):
             return (), spec
         return (spec,), {}
     if shapes and all(name.endswith("_shape") for name in shapes):
@@ -94,11 +94,11 @@ def _known_call(model):
     return None
 
 
-def _takes_a_structure(model):
-    """Returns whether `call` has a parameter for all inputs as one."""
-    parameters = inspect.signature(model.call).parameters.values()
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(parameter.kind not in variadic for parameter in parameters)
+def _takes_keywords_only(model):
+    """Returns whether `call` takes keywords, and names no parameter."""
+    kinds = {p.kind for p in model._call_signature.parameters.values()}
+    keywords = inspect.Parameter.VAR_KEYWORD
+    return keywords in kinds <= {keywords, inspect.Parameter.VAR_POSITIONAL}
 
 
 def _untracked(value):

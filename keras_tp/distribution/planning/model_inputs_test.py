@@ -50,7 +50,12 @@ class OfKeywords(OfDict):
         return self.dense(*args, kwargs["x"])
 
 
-@pytest.mark.parametrize("cls", [OfDict, OfKeywords])
+class OfPositions(OfDict):
+    def call(self, *args):
+        return self.dense(args[0]["x"])
+
+
+@pytest.mark.parametrize("cls", [OfDict, OfKeywords, OfPositions])
 def test_a_model_that_was_built_with_a_dict_of_shapes(cls):
     model = cls()
     model.build({"x": (2, 6)})
