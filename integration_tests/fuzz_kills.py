@@ -29,6 +29,9 @@ import time
 import traceback
 import warnings
 
+# As `python integration_tests/fuzz_kills.py` finds them, too.
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
 import keras
 import numpy as np
 
