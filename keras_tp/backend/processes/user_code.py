@@ -1,5 +1,7 @@
 """Finds the line of the user's own code that this process runs."""
 
+import contextlib
+import gc
 import os
 import pathlib
 import sys
@@ -14,6 +16,14 @@ _PACKAGES = (
 )
 _LIBRARIES = (*_PACKAGES, sysconfig.get_path("stdlib"), "<frozen")
 _TENSORFLOW = f"{os.sep}tensorflow{os.sep}"
+
+_LOOKS = threading.Lock()
+# A process that is forked starts between two looks: with a garbage collector.
+os.register_at_fork(
+    before=_LOOKS.acquire,
+    after_in_parent=_LOOKS.release,
+    after_in_child=_LOOKS.release,
+)
 
 
 class Watch:
@@ -35,7 +45,8 @@ class Watch:
         Returns:
             Pair of the line (empty if there is none) and seconds.
         """
-        line, is_on_top = _look()
+        with _without_garbage_collection():
+            line, is_on_top = _look()
         if not is_on_top:
             self._since = None
             return line, 0.0
@@ -43,6 +54,26 @@ class Watch:
         # Other threads may look, too.
         since = self._since = self._since or now
         return line, now - since
+
+
+@contextlib.contextmanager
+def _without_garbage_collection():
+    """Keeps the frames of other threads where they are.
+
+    Python 3.11 makes an object for a frame when it is asked for. If memory for
+    the object is what starts the collection of garbage, and code that this
+    calls lets other threads run, the function may have returned: the object
+    then has the frame of another one, or none, and reading it ends the process.
+    From Python 3.12 on, making an object starts no collection.
+    """
+    with _LOOKS:
+        is_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if is_enabled:
+                gc.enable()
 
 
 def _look():

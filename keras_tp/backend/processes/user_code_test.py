@@ -1,7 +1,9 @@
 import _thread
 import gc
+import os
 import pathlib
 import queue
+import sys
 import sysconfig
 import threading
 import weakref
@@ -97,3 +99,57 @@ def test_a_look_keeps_nothing_alive():
         assert held()() is None
     finally:
         gc.enable()
+
+
+def test_frames_of_other_threads_are_read_while_they_stay(waiting):
+    """No garbage is collected meanwhile, so that no other thread runs.
+
+    In Python 3.11 the function of a frame may else return before the object of
+    the frame is made: that object is then another one, or none, and reading it
+    may end the process by a signal.
+    """
+    callback, began = waiting
+    _thread.start_new_thread(callback, ())
+    assert began.wait(60)
+    collected, me = [], threading.get_ident()
+
+    def note(phase, info):
+        if threading.get_ident() == me:
+            collected.append(sys._getframe(1).f_code.co_name)
+
+    watch, threshold = user_code.Watch(), gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        for _ in range(20):
+            watch.look()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(note)
+    assert gc.isenabled()
+    inside = {"_look", "_top", "_of_user", "_is_users", "_innermost", "_text"}
+    assert not inside & set(collected)
+
+
+def test_a_fork_has_its_garbage_collected():
+    """It waits until a look of another thread has ended."""
+    assert gc.isenabled()
+    ended = threading.Event()
+
+    def look():
+        while not ended.is_set():
+            with user_code._without_garbage_collection():
+                pass
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for _ in range(20):
+            process = os.fork()
+            if process == 0:
+                os._exit(0 if gc.isenabled() else 1)
+            _, status = os.waitpid(process, 0)
+            assert status == 0
+    finally:
+        ended.set()
+        thread.join()
