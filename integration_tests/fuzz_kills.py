@@ -29,7 +29,7 @@ import time
 import traceback
 import warnings
 
-# As `python integration_tests/fuzz_kills.py` finds them, too.
+# Started as a file, Python looks for packages in its folder alone.
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import keras

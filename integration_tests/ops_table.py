@@ -8,10 +8,10 @@ The tests add a line for each case and split to `found/<backend>.jsonl`; a later
 run of a function takes the place of an earlier one.
 """
 
+import argparse
 import collections
 import json
 import pathlib
-import sys
 
 BACKENDS = ("jax", "tensorflow", "torch")
 OUTCOMES = ("split", "whole", "refused", "not there", "wrong")
@@ -40,8 +40,6 @@ without numbers was not run there.
 def read(path):
     """Returns a dict of function to a counter of outcomes."""
     found = {}
-    if not path.exists():
-        return {}
     for line in path.read_text().splitlines():
         name, case, dims, outcome, _ = json.loads(line)
         found.setdefault(name, {})[case, str(dims)] = outcome
@@ -60,7 +58,7 @@ def _cell(counter):
 
 
 def table(folder):
-    """Returns the text of the page."""
+    """Returns the text of the page, from a file of each backend."""
     found = {name: read(folder / f"{name}.jsonl") for name in BACKENDS}
     lines = [f"| function | {' | '.join(BACKENDS)} |", "|---|---|---|---|"]
     for name in sorted(set().union(*found.values())):
@@ -70,4 +68,6 @@ def table(folder):
 
 
 if __name__ == "__main__":
-    TABLE.write_text(table(pathlib.Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=pathlib.Path)
+    TABLE.write_text(table(parser.parse_args().folder))
