@@ -97,6 +97,10 @@ SLOW_ON = {
     ),
     "torch": (
         *DERIVED,
+        # Each of these starts processes of its own.
+        r"contamination_test\.py::.*\[(forwards|backwards)\]",
+        r"faults_test\.py::test_nothing_is.*\[sgd-1x2\]",
+        r"verification_test\.py::test_a_right_model_passes\[(mlp|lstm)",
         r"benchmark_test\.py::test_plan_survey\[some",
         r"readme_test\.py::test_snippet_runs\[(plans-1|layouts-0)",
     ),
