@@ -21,6 +21,9 @@ from integration_tests import hub_models
 from keras_tp import distribution
 
 DEVICES = 4
+# These models are tiny: their kernels are worth a gather from this number of
+# bytes on. In models of ordinary sizes, it is 16 MiB.
+LEAST_GATHERED = 1024
 # Backbones of KerasHub that have no plan, and why.
 WITHOUT_PLAN = {
     "FeaturePyramid": "a base class: others derive from it, it has no layers",
@@ -54,7 +57,12 @@ def survey(names):
         (1, DEVICES), ["batch", "model"], devices
     )
     return {
-        name: distribution.plan_sharding(build, mesh, INPUT_SPECS.get(name))
+        name: distribution.plan_sharding(
+            build,
+            mesh,
+            INPUT_SPECS.get(name),
+            gather_outputs=LEAST_GATHERED,
+        )
         for name, build in builders().items()
         if name in names
     }
@@ -84,7 +92,7 @@ def print_rows(plans):
         others = sum(not row.is_predicted for row in plan.variables)
         print(
             f"| {name} | {plan.split_share:.1%} | {len(plan.reductions)} | "
-            f"{others or ''} | {whole(plan)} |"
+            f"{len(plan.gathers) or ''} | {others or ''} | {whole(plan)} |"
         )
 
 
@@ -110,16 +118,18 @@ def main():
     print(f"# Plans of KerasHub's models on {DEVICES} devices\n")
     print("Written by `plan_survey.py`, of tiny models. The share is that of")
     print("the bytes of all matrices, kernels and embeddings; sums are those")
-    print("over the devices in a training step, with the gradients'. Others")
+    print("over the devices in a training step, with the gradients'; gathers")
+    print("are outputs of layers that what follows needs whole (of kernels")
+    print(f"from {LEAST_GATHERED} bytes on, by default from 16 MiB). Others")
     print("are the variables that cause collectives which the plan does not")
     print("predict. A path has `#` for each number. An operation without a")
     print("rule is one that the planner does not know, or a layer that calls")
     print("functions of the framework. All that it meets stays whole.\n")
-    print("| model | split | sums | others | not split, and why |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| model | split | sums | gathers | others | not split, and why |")
+    print("| --- | --- | --- | --- | --- | --- |")
     print_rows(plans)
     for name, why in sorted(WITHOUT_PLAN.items()):
-        print(f"| {name} | no plan | | | {why} |")
+        print(f"| {name} | no plan | | | | {why} |")
 
 
 if __name__ == "__main__":

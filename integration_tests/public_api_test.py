@@ -23,12 +23,12 @@ ADDED = {
     "distribute_model": "(model, distribution=None)",
     "plan_sharding": (
         "(model_or_build_fn, device_mesh, input_spec=None, overrides=None, "
-        "fully_shard=None)"
+        "fully_shard=None, gather_outputs=16777216)"
     ),
     "register_rule": "(cls)",
     "ShardingPlan": (
         "(model_name, device_mesh, axis, variables, reductions, activations, "
-        "split_outputs, without_rule)"
+        "split_outputs, without_rule, gathers=())"
     ),
     "TensorParallel": (
         "(device_mesh=None, batch_dim_name=None, plan=None, overrides=None, "

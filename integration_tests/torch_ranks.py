@@ -40,6 +40,7 @@ SHARED = [
             "orbax",
             "derived_variables",
             "forms",
+            "gathers",
             "parity",
             "ops",
             "ops_layers",

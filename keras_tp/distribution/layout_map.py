@@ -310,7 +310,8 @@ def _pattern_tail(pattern):
     if found is None:
         return None
     root, tail = found.groups()
-    literal = re.match(r"[\w\-]+(/|$)", tail)
+    # `up/output` is that of a layer: without its name, any model has an output.
+    literal = tail != "output" and re.match(r"[\w\-]+(/|$)", tail)
     return tail if literal or _DEFAULT_MODEL_NAME.fullmatch(root) else None
 
 

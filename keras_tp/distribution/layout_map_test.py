@@ -90,6 +90,16 @@ def test_lookup_without_the_outer_models_name(
     assert repr(path) in str(caught[0].message)
 
 
+def test_the_output_of_a_layer_is_not_that_of_a_model(layout_map):
+    layout_map["up/output"] = (None, "model")
+    assert layout_map.layout_for("up/output", None) is not None
+    assert layout_map.layout_for("net/up/output", "net") is not None
+    assert quietly(lambda: layout_map.layout_for("net/output", "net")) is None
+    layout_map["sequential/output"] = (None, None)
+    found = layout_map.layout_for("sequential_1/output", "sequential_1")
+    assert found.axes == (None, None)
+
+
 def test_a_string_is_looked_up_without_its_root_if_a_layer_is_left(layout_map):
     layout_map["sequential/up/kernel"] = (None, "model")
     with pytest.warns(UserWarning, match="sequential_1/up/kernel"):

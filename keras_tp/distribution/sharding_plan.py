@@ -17,6 +17,7 @@ from keras_tp.distribution.planning import plan_file
 from keras_tp.distribution.planning import plan_text
 from keras_tp.distribution.planning import planner
 from keras_tp.distribution.planning import trace
+from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import axis_names
 from keras_tp.distribution.tensor_layout import axis_size
 from keras_tp.distribution.tensor_layout import axis_sizes
@@ -51,6 +52,8 @@ class ShardingPlan:
         split_outputs: List of `Size`, bytes of each model output that is split.
         without_rule: Dict of kind of operation or layer to path, with the first
             one of each kind that has no planning rule.
+        gathers: List of `PlannedGather`, the outputs of layers that are
+            gathered. Defaults to none.
 
     Attributes:
         instead: Dict of path to the `PlannedVariable` that this backend uses,
@@ -72,6 +75,7 @@ class ShardingPlan:
         activations,
         split_outputs,
         without_rule,
+        gathers=(),
     ):
         self.model_name = model_name
         self.device_mesh = device_mesh
@@ -81,6 +85,7 @@ class ShardingPlan:
         self.activations = activations
         self.split_outputs = split_outputs
         self.without_rule = without_rule
+        self.gathers = list(gathers)
         self.instead = {}
 
     def __getitem__(self, path):
@@ -96,13 +101,29 @@ class ShardingPlan:
 
     @property
     def layout_map(self):
-        """A `LayoutMap` with the layout of every variable, by its path."""
+        """A `LayoutMap` with the layout of every variable, by its path.
+
+        It also has the outputs of layers that are gathered.
+        """
         layout_map = LayoutMap(self.device_mesh)
         for row in self.variables:
             layout_map[re.escape(row.path)] = layout = self.layout_of(row)
             # Others have to divide, in a model of other sizes too.
             layout.uneven = is_uneven(row.shape, layout)
+        for path, layout in self.output_layouts.items():
+            layout_map[re.escape(path)] = layout
         return layout_map
+
+    @property
+    def output_layouts(self):
+        """Dict of `<layer path>/output` to the `TensorLayout` if gathered."""
+        batch_axis = planner.batch_axis(self.device_mesh)
+        return {
+            row.output_path: TensorLayout(
+                row.axes(batch_axis), self.device_mesh
+            )
+            for row in self.gathers
+        }
 
     def layout_of(self, row):
         """Returns the `TensorLayout` of a `PlannedVariable`."""
@@ -163,7 +184,7 @@ class ShardingPlan:
         return {**found, "total": sum(found.values())}
 
     def collectives(self, batch_size, sequence_length=None):
-        """Predicts the all-reduces of a training step of the logical program.
+        """Predicts the collectives of a training step of the logical program.
 
         The all-reduces of a loss over split outputs, of clipping and of metrics
         are not counted. With several replicas of the model, each gradient is
@@ -177,7 +198,9 @@ class ShardingPlan:
                 batch; required if there are any. Defaults to `None`.
 
         Returns:
-            Dict of `"all_reduce"` to `(count, bytes)`, bytes on one device.
+            Dict of `"all_reduce"`, and of `"all_gather"` and `"reduce_scatter"`
+            if there are any, to `(count, bytes)`: bytes of the results on one
+            device.
         """
         sizes = [row.size for row in self.reductions]
         total = self._sum(sizes, batch_size, sequence_length)
@@ -186,7 +209,17 @@ class ShardingPlan:
             gradients = [r for r in self.variables if r.trainable]
             count += len(gradients)
             total += sum(self.device_bytes(row) for row in gradients)
-        return {"all_reduce": (count, total)}
+        found = {"all_reduce": (count, total)}
+        if self.gathers:
+            sizes = [row.size for row in self.gathers]
+            size = self._sum(sizes, batch_size, sequence_length)
+            found["all_gather"] = (len(sizes), size)
+        sizes = [row.size for row in self.gathers if row.is_scattered]
+        if sizes:
+            size = self._sum(sizes, batch_size, sequence_length)
+            count = axis_size(self.device_mesh, self.axis)
+            found["reduce_scatter"] = (len(sizes), size // count)
+        return found
 
     @property
     def _replicas(self):
@@ -301,7 +334,7 @@ class ShardingPlan:
     # -- files ---------------------------------------------------------------
 
     def to_json(self):
-        """Returns the plan as JSON: a line for each variable and all-reduce."""
+        """Returns the plan as JSON: a line for each variable and collective."""
         return plan_file.text_of(self)
 
     def to_html(self, path):
@@ -375,6 +408,7 @@ def plan_sharding(
     input_spec=None,
     overrides=None,
     fully_shard=None,
+    gather_outputs=2**24,
 ):
     """Plans how the variables of a model are split over a mesh.
 
@@ -409,6 +443,11 @@ def plan_sharding(
             gathered before it is used (FSDP, or ZeRO-3, with tensor
             parallelism: Rajbhandari et al. 2020). Defaults to `None`: variables
             are replicated over it.
+        gather_outputs: Int, a number of bytes. If less than 90 % of the
+            matrices would be split, kernels of at least this size are split
+            although what follows needs the output of their layer whole: the
+            output is gathered in each forward pass. `None` gathers none.
+            Defaults to 16 MiB.
 
     Returns:
         A `ShardingPlan`.
@@ -431,6 +470,7 @@ def plan_sharding(
         *(graph, device_mesh, overrides, fully_shard),
         uneven=backend.distribution_lib.splits_unevenly(),
         in_blocks=backend.distribution_lib.splits_in_blocks(),
+        gather_outputs=gather_outputs,
     )
     plan = ShardingPlan(device_mesh=device_mesh, **planned)
     plan.instead = instead

@@ -21,6 +21,7 @@ from keras_tp.distribution.planning import planner
 from keras_tp.distribution.planning.model_inputs import NoPlanError
 from keras_tp.distribution.sharding_plan import ShardingPlan
 from keras_tp.distribution.sharding_plan import plan_sharding
+from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import axis_size
 from keras_tp.distribution.tensor_layout import format_bytes
 from keras_tp.distribution.tensor_layout import layout_with
@@ -109,6 +110,8 @@ class TensorParallel(ModelParallel):
         self._overrides = dict(overrides or {})
         self._strict = strict
         self._planned = {}
+        # Layer -> layout of its output, if it is gathered.
+        self._gathered = weakref.WeakKeyDictionary()
         axis = planner.model_axis(device_mesh)
         if axis_size(device_mesh, axis) == 1:
             warn_if_unsplit(device_mesh, [axis] if axis else [])
@@ -139,6 +142,12 @@ class TensorParallel(ModelParallel):
                 return layout
             variable._awaits_plan = True
             layout = _largest_dim_split(shape, self.device_mesh)
+        return layout
+
+    def get_tensor_layout(self, path):
+        layout = super().get_tensor_layout(path)
+        if layout is None and self._gathered:
+            layout = self._gathered.get(variable_origin.current_layer())
         return layout
 
     def _check_shape(self, variable):
@@ -211,6 +220,12 @@ class TensorParallel(ModelParallel):
                 else self._replicated(shape)
             )
             self._note(variable, layout)
+        rows = {row.path: row for row in self.plan.gathers}
+        for layer in model._flatten_layers():
+            self._gathered.pop(layer, None)
+            if layer.path in rows:
+                axes = rows[layer.path].axes(self._batch_dim_name)
+                self._gathered[layer] = TensorLayout(axes, self.device_mesh)
 
     def can_check(self, model):
         return self._is_given or model_inputs.are_known(model)

@@ -75,6 +75,12 @@ def current_root():
     return None
 
 
+def current_layer():
+    """Returns the layer whose call is under way, or `None`."""
+    scopes = _name_scopes()
+    return scopes[-1].caller if scopes else None
+
+
 @hooks.around
 def note_origin(original, self, /, *args, **kwargs):
     """Wraps `Variable.__init__` so that each variable carries its `Origin`."""

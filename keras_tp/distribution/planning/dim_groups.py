@@ -291,15 +291,20 @@ class Classes:
             else:
                 self.is_paired.add(root)
             self.sums[root].append(partial.tensor)
-            self.cost[root] += self._bytes_sent(partial.tensor)
-        for value in self.graph.outputs:
-            for i, size in enumerate(value.shape):
-                if size > 1:
-                    root, _ = self.class_of((value.index, i))
-                    self.sums[root].append(value)
-                    self.cost[root] += self._bytes_sent(value) // 2
+            self.cost[root] += self.bytes_sent(partial.tensor)
+        gathered = self.dims.gathers + [
+            ((value.index, i), value)
+            for value in self.graph.outputs
+            for i, size in enumerate(value.shape)
+            if size > 1
+        ]
+        for node, value in gathered:
+            root, _ = self.class_of(node)
+            self.sums[root].append(value)
+            self.cost[root] += self.bytes_sent(value) // 2
 
-    def _bytes_sent(self, value):
+    def bytes_sent(self, value):
+        """Returns the bytes of a value for a batch of a few examples."""
         size = cost.size_of(value, self.graph)
         return size.at(EXAMPLES, self.graph.length)
 

@@ -106,6 +106,9 @@ class Graph:
         length: Int, placeholder size of other unknown dims.
         leaves: Dict of the path of each layer that could not be traced
             through to the reason.
+        layer_outputs: List of `(path, position, value)` for each call of a
+            layer that has no layers inside: the `Value` that it returned, and
+            the number of steps before that.
     """
 
     def __init__(self, name, batch, length):
@@ -119,6 +122,7 @@ class Graph:
         self.batch = batch
         self.length = length
         self.leaves = {}
+        self.layer_outputs = []
 
     @functools.cached_property
     def lengths(self):

@@ -6,12 +6,15 @@ import math
 
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning.dim_groups import may_be_uneven
+from keras_tp.distribution.planning.plan_rows import PlannedGather
 from keras_tp.distribution.planning.plan_rows import PlannedReduction
 from keras_tp.distribution.planning.plan_rows import PlannedVariable
 
 FORMAT_VERSION = 1
 
 DIGEST = "sha256"
+# A field that only some plans have.
+_GATHERS = "gathers"
 _MOST_DEVICES = 2**20
 # Largest exponent of the batch or the sequence length in a size.
 _MOST_POWER = 16
@@ -69,6 +72,10 @@ def read(text):
         activations=[cost.Size(*size) for size in data["activations"]],
         split_outputs=[cost.Size(*size) for size in data["split_outputs"]],
         without_rule=data["without_rule"],
+        gathers=[
+            PlannedGather(**{**row, "size": cost.Size(*row["size"])})
+            for row in data.get(_GATHERS, ())
+        ],
     )
 
 
@@ -97,13 +104,16 @@ def text_of(plan):
         "activations": [size.listed() for size in plan.activations],
         "split_outputs": [size.listed() for size in plan.split_outputs],
     }
+
+    def with_size(row):
+        return {**row._asdict(), "size": row.size.listed()}
+
     lists = {
         "variables": [row._asdict() for row in plan.variables],
-        "reductions": [
-            {**row._asdict(), "size": row.size.listed()}
-            for row in plan.reductions
-        ],
+        "reductions": [with_size(row) for row in plan.reductions],
     }
+    if plan.gathers:
+        lists[_GATHERS] = [with_size(row) for row in plan.gathers]
     lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
     for name, listed in lists.items():
         body = ",\n".join(f"  {json.dumps(row)}" for row in listed)
@@ -140,6 +150,7 @@ def _check(data):
         data,
         *("format", "model", "mesh", "axis", "without_rule", "activations"),
         *("split_outputs", "variables", "reductions"),
+        *([_GATHERS] if _GATHERS in data else []),
     )
     _need(isinstance(data["model"], str), "model", "a string", data["model"])
     sizes = _checked_mesh(data["mesh"])
@@ -167,6 +178,8 @@ def _check(data):
         paths.add(row["path"])
     for where, row in _rows("reductions", data["reductions"]):
         _check_reduction(where, row)
+    for where, row in _rows(_GATHERS, data.get(_GATHERS, [])):
+        _check_gather(where, row)
 
 
 def _checked_mesh(mesh):
@@ -233,6 +246,16 @@ def _check_reduction(where, row):
     _check_fields(where, row, "path", "operation", "backward", "terms", "size")
     _check_types(where, row, path=str, operation=str, backward=bool)
     _need(_is_int(row["terms"], 1), f"{where}.terms", "1 or more", row["terms"])
+    _check_size(f"{where}.size", row["size"])
+
+
+def _check_gather(where, row):
+    _check_fields(where, row, "path", "rank", "is_scattered", "size")
+    _check_types(where, row, path=str, is_scattered=bool)
+    _need(
+        _is_int(row["rank"], 2) and row["rank"] <= _MOST_POWER,
+        *(f"{where}.rank", "2 or more", row["rank"]),
+    )
     _check_size(f"{where}.size", row["size"])
 
 

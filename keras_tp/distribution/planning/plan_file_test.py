@@ -1,6 +1,7 @@
 import copy
 import json
 import random
+import re
 
 import keras
 import pytest
@@ -45,6 +46,27 @@ def test_sizes_of_a_sliced_text():
     assert plan.reductions[0].size.offset == -1
     assert again.to_json() == plan.to_json()
     assert again.collectives(3, 9)["all_reduce"] == (1, 3 * 8 * 16 * 4)
+
+
+def test_gathers_are_saved_where_there_are_any(plan):
+    assert "gathers" not in plan.to_json()
+    x = keras.Input((None, 16))
+    y = layers.LayerNormalization()(layers.Dense(64, name="wide")(x))
+    mesh = harness.mesh((1, 2))
+    model = keras.Model(x, y)
+    plan = distribution.plan_sharding(model, mesh, gather_outputs=0)
+    again = ShardingPlan.from_json(plan.to_json())
+    assert again.to_json() == plan.to_json()
+    assert again.gathers == plan.gathers
+    assert again.collectives(3, 8)["all_gather"] == (1, 3 * 8 * 64 * 4)
+    assert list(again.layout_map)[-1] == "wide/output"
+    text = plan.to_json()
+    for wrong in ('"rank": 1', '"rank": 3.0', '"path": 1'):
+        name = wrong.split(":")[0]
+        changed = re.sub(f"{name}: [^,]+(?=.*is_scattered)", wrong, text)
+        assert changed != text
+        with pytest.raises(ValueError, match=r"gathers\[0\]"):
+            ShardingPlan.from_json(changed)
 
 
 def test_an_error_leaves_the_older_file(plan, tmp_path, monkeypatch):

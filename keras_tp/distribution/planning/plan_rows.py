@@ -1,4 +1,4 @@
-"""The rows of a plan: variables, and sums over the devices."""
+"""The rows of a plan: variables, sums over the devices, and gathers."""
 
 import collections
 import math
@@ -76,3 +76,28 @@ class PlannedReduction(
             the devices. XLA on CPUs sums each of them over the devices.
         size: `Size` in bytes.
     """
+
+
+class PlannedGather(
+    collections.namedtuple("PlannedGather", "path rank is_scattered size")
+):
+    """The output of a layer that is gathered in every forward pass.
+
+    Args:
+        path: String, path of the layer.
+        rank: Int, number of dims of the output. The first is the batch, unless
+            the output is made of variables alone, as an embedding of positions.
+        is_scattered: Boolean. Whether its gradient is a sum over the devices,
+            of which each needs its part: a reduce-scatter in a training step.
+        size: `Size` in bytes of the whole output.
+    """
+
+    @property
+    def output_path(self):
+        """The path of the output, as a `LayoutMap` names it."""
+        return f"{self.path}/output"
+
+    def axes(self, batch_axis):
+        """Returns the axes of a layout: all dims whole but the batch."""
+        first = batch_axis if self.size.batch else None
+        return (first, *[None] * (self.rank - 1))

@@ -23,6 +23,7 @@ td.name { width: 22%; } td.shape { width: 26%; } td.size { width: 10%;
 .blocks { background: #f59e0b; } .whole { background: #e5e7eb; }
 .sum { margin: .3em 0; color: #b91c1c; }
 .sum::before { content: "\\2211  "; }
+.gather::before { content: "\\222a  "; }
 .bar { height: 1.2em; display: flex; margin: .3em 0; }
 .bar span { display: block; height: 100%; }
 """
@@ -90,8 +91,9 @@ def _totals(plan):
         f"Mesh {axis_sizes(plan.device_mesh)}: each device holds "
         f"{format_bytes(held)} of {format_bytes(total)}; "
         f"{plan.split_share:.1%} of the matrices are split; "
-        f"{len(plan.reductions)} sums over the devices in a training step."
-        f"{more}"
+        f"{len(plan.reductions)} sums over the devices in a training step"
+        + f", {len(plan.gathers)} outputs gathered" * bool(plan.gathers)
+        + f".{more}"
     )
 
 
@@ -111,6 +113,7 @@ def page(plan):
         "<span class='dim whole'>whole</span></p>",
     ]
     body += [f"<p>{html.escape(line)}</p>" for line in _without_rule(plan)]
+    gathers = list(plan.gathers)
     for layer, variables, sums in _in_order(plan):
         if variables:
             name = html.escape(layer or plan.model_name)
@@ -118,6 +121,8 @@ def page(plan):
             body += [_row(plan, row) for row in variables]
             body.append("</table>")
         body += [_sum(row, row.path if not variables else "") for row in sums]
+        body += [_gather(row) for row in gathers if row.path == layer]
+        gathers = [row for row in gathers if row.path != layer]
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width'>"
@@ -192,14 +197,24 @@ def _row(plan, row):
 
 
 def _sum(row, path=""):
-    size = format_bytes(row.size.coefficient)
-    size += " x batch" if row.size.batch else ""
-    offset = row.size.offset
-    length = f"(length + {offset:g})" if offset else "length"
-    size += f" x {length}" * row.size.length
     what = "gradient of its input" if row.backward else "output"
     where = f"{html.escape(path)}: " if path else ""
     return (
         f"<p class='sum'>{where}{html.escape(row.operation)}: its {what} is "
-        f"summed over the devices, {size}</p>"
+        f"summed over the devices, {_growth(row.size)}</p>"
     )
+
+
+def _gather(row):
+    return (
+        "<p class='sum gather'>The layer's output is gathered from the "
+        f"devices, {_growth(row.size)}</p>"
+    )
+
+
+def _growth(size):
+    """Returns the text of a `Size`."""
+    text = format_bytes(size.coefficient)
+    text += " x batch" if size.batch else ""
+    length = f"(length + {size.offset:g})" if size.offset else "length"
+    return text + f" x {length}" * size.length

@@ -3,6 +3,7 @@ import types
 from keras_tp.distribution.device_mesh import DeviceMesh
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning import plan_text
+from keras_tp.distribution.planning.plan_rows import PlannedGather
 from keras_tp.distribution.planning.plan_rows import PlannedReduction
 from keras_tp.distribution.planning.plan_rows import PlannedVariable
 from keras_tp.distribution.sharding_plan import ShardingPlan
@@ -18,10 +19,18 @@ def reduction(path, backward=False, size=(8, 1, 2)):
     return PlannedReduction(path, "Matmul", backward, 1, cost.Size(*size))
 
 
-def plan(variables, reductions):
+def plan(variables, reductions, gathers=()):
     mesh = DeviceMesh((2,), ["model"], ["tpu:0", "tpu:1"])
     return ShardingPlan(
-        "a<b", mesh, "model", variables, reductions, [], [], {"Fold": "f"}
+        "a<b",
+        mesh,
+        "model",
+        variables,
+        reductions,
+        [],
+        [],
+        {"Fold": "f"},
+        gathers,
     )
 
 
@@ -46,6 +55,18 @@ def test_page_escapes_names_and_marks_dims():
     assert "<span class='dim split'>6 model</span>" in page
     assert "gradient of its input is summed" in page
     assert "8 B x batch x length x length" in page
+
+
+def test_outputs_that_are_gathered():
+    rows = [variable(f"{name}/kernel") for name in ("up", "down")]
+    gathers = [PlannedGather("up", 2, False, cost.Size(64, 1, 0))]
+    made = plan(rows, [], gathers)
+    text = " ".join(plan_text.table(made).split())
+    assert "in a training step, 1 outputs gathered." in text
+    page = plan_text.page(made)
+    assert page.count("output is gathered from the devices, 64 B x batch") == 1
+    assert page.index("gathered from") < page.index("<h2>down")
+    assert "gathered" not in plan_text.page(plan(rows, []))
 
 
 def test_sums_stand_between_the_layers_that_they_follow():

@@ -9,6 +9,7 @@ from keras_tp.distribution.planning import rules_nn  # noqa: F401
 from keras_tp.distribution.planning import rules_shape  # noqa: F401
 from keras_tp.distribution.planning import solver
 from keras_tp.distribution.planning.plan_rows import OF_ONE_PATH
+from keras_tp.distribution.planning.plan_rows import PlannedGather
 from keras_tp.distribution.planning.plan_rows import PlannedReduction
 from keras_tp.distribution.planning.plan_rows import PlannedVariable
 from keras_tp.distribution.tensor_layout import TensorLayout
@@ -29,6 +30,7 @@ def plan_graph(
     fully_shard=None,
     uneven=True,
     in_blocks=True,
+    gather_outputs=None,
 ):
     """Returns what a `ShardingPlan` is made of, except its mesh.
 
@@ -42,6 +44,7 @@ def plan_graph(
             on it, only `instead` does.
         in_blocks: Boolean. Whether the backend can split each block of a dim,
             such as queries, keys and values. Defaults to `True`, as `uneven`.
+        gather_outputs: Int, as `plan_sharding` takes it. Defaults to `None`.
 
     Returns:
         A dict of the arguments, and `ShardingPlan.instead`.
@@ -55,7 +58,7 @@ def plan_graph(
         for path, axes in overridden.items()
     }
 
-    def solve(**kwargs):
+    def solve(graph, **kwargs):
         solution = solver.solve(graph, count, forced, **kwargs)
         rows = _rows(graph, solution, axis, overridden)
         if fully_shard is not None:
@@ -67,10 +70,12 @@ def plan_graph(
             ]
         return solution, rows
 
-    solution, variables = solve()
+    solution, variables = solve(graph, gather_outputs=gather_outputs)
+    # Some of its steps gather.
+    graph = solution.graph
     instead = {}
     if not (uneven and in_blocks):
-        _, rows = solve(uneven=uneven, in_blocks=in_blocks)
+        _, rows = solve(graph, uneven=uneven, in_blocks=in_blocks)
         instead = {
             row.path: row
             for row, planned in zip(rows, variables)
@@ -97,6 +102,13 @@ def plan_graph(
             if solution.split_dim(value) is not None
         ],
         without_rule=solution.unknown,
+        gathers=[
+            PlannedGather(
+                *(path, value.ndim, is_scattered),
+                size=cost.size_of(value, graph),
+            )
+            for path, value, is_scattered in solution.gathers
+        ],
     )
     return arguments, instead
 

@@ -2,6 +2,10 @@
 
 import collections
 
+# Operations that a sum of gradients passes as it is.
+_VIEWS = ("ExpandDims", "Moveaxis", "Reshape", "Squeeze", "Swapaxes")
+_VIEWS += ("Transpose",)
+
 
 class Reduction(
     collections.namedtuple(
@@ -57,31 +61,46 @@ def _has_class(planner, value, root):
     )
 
 
-def of(planner, gathered):
-    """Returns a list of `Reduction`, in the order of the steps that cause them.
+def of(planner, unsummed):
+    """Finds the sums over the devices, in the order of their causes.
 
     Gradients are summed if a variable needs them and an output depends on them.
 
     Args:
         planner: The planner of `solver`, after it has chosen.
-        gathered: Set of the indices of partials that are not summed.
+        unsummed: Set of the indices of partials that are not summed.
+
+    Returns:
+        A list of `Reduction`, and a set of the indices of gathered values whose
+        gradient is summed and split at once, by a reduce-scatter.
     """
     needed = _before_a_gradient(planner.graph)
     used = _before_an_output(planner.graph)
+    views = _views(planner.graph)
     found = collections.defaultdict(list)
     for k, partial in enumerate(planner.dims.partials):
         root, _ = planner.class_of(partial.node)
-        if root not in planner.classes_taken or k in gathered:
+        if root not in planner.classes_taken or k in unsummed:
             continue
         outputs = partial.step.outputs
         if not partial.backward:
-            found[k].append(partial)
+            found["sum", k].append(partial)
         elif partial.tensor.index in needed and any(
             value.index in used for value in outputs
         ):
             # The gradients of a tensor are added up before the all-reduce.
             source = planner.source(partial.tensor)
-            found["gradient", source].append(partial)
+            found["gradient", views.get(source, source)].append(partial)
+    gathered = {step.outputs[0].index for step in planner.gathering()}
+    # Backends sum the gradients of repeated heads on all devices.
+    scattered = {
+        index
+        for index in gathered
+        if ("gradient", index) in found
+        and all(p.step.kind != "Repeat" for p in found["gradient", index])
+    }
+    for index in scattered:
+        del found["gradient", index]
     position = {id(step): k for k, step in enumerate(planner.graph.steps)}
     causes = []
     for partials in found.values():
@@ -94,7 +113,19 @@ def of(planner, gathered):
             len(partials),
         )
         causes.append((position[id(first.step)], reduction))
-    return [r for _, r in sorted(causes, key=lambda cause: cause[0])]
+    ordered = [r for _, r in sorted(causes, key=lambda cause: cause[0])]
+    return ordered, scattered
+
+
+def _views(graph):
+    """Returns a dict of each reshaped value's index to that of the original."""
+    found = {}
+    for step in graph.steps:
+        if step.kind in _VIEWS and len(step.inputs) == 1:
+            index = step.inputs[0].index
+            for value in step.outputs:
+                found[value.index] = found.get(index, index)
+    return found
 
 
 def _before_a_gradient(graph):

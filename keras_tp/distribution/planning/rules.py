@@ -145,6 +145,8 @@ class Dims:
         factors: List of `(flat, major, minor)` nodes of a reshape.
         blocks: List of `(fused, part, count, is_split)`: the dim `fused`
             consists of `count` blocks of the dim `part`; see `block`.
+        gathers: List of pairs of a node and the `Value` that is gathered if
+            the node is split.
     """
 
     def __init__(self, graph):
@@ -155,6 +157,7 @@ class Dims:
         self.repeats = []
         self.factors = []
         self.blocks = []
+        self.gathers = []
         # Indices of values computed from weights alone.
         self.weights = set()
         self._add_weights(
@@ -240,6 +243,10 @@ class Dims:
         if value.shape[i] > 1:
             node = (value.index, i % value.ndim)
             self.partials.append(Partial(node, tensor, backward, self._step))
+
+    def gather(self, value, i):
+        """If dim `i` of `value` is split, the devices gather `value`."""
+        self.gathers.append(((value.index, i), value))
 
     def head(self, value, i):
         """Dim `i` counts heads; if it is barred, their variables stay whole."""

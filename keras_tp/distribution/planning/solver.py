@@ -11,6 +11,7 @@ import collections
 import math
 
 from keras_tp.distribution.planning import cost
+from keras_tp.distribution.planning import gathers
 from keras_tp.distribution.planning import reductions
 from keras_tp.distribution.planning.dim_groups import Classes
 from keras_tp.distribution.planning.plan_rows import NOT_PREDICTED
@@ -34,6 +35,8 @@ DISAGREES = (
     "; its input or output is split along a dim that it is not, so backends "
     f"gather or scatter, {NOT_PREDICTED}"
 )
+# Of a kernel whose layer's output is needed whole.
+GATHERED = "; the layer's output is gathered"
 # Of a dim that the devices do not divide.
 UNEVEN = "; {} does not divide by {}, so the last device holds less"
 # Of a fused projection that is split.
@@ -73,19 +76,30 @@ class Solution:
         reductions: List of `Reduction`, in the order of the steps that cause
             them.
         split_dim: Function of a `Value` that returns its split dim, or `None`.
+        gathers: List of `(path, value, is_scattered)` for each output of a
+            layer that is gathered; whether its gradient is reduce-scattered.
         unknown: Dict of each kind of step without a rule to the path of its
             first layer.
+        graph: The `Graph` of these choices, in which some steps gather.
     """
 
-    def __init__(self, choices, reductions, split_dim, unknown):
+    def __init__(self, choices, reductions, split_dim, gathers, unknown, graph):
         self.choices = choices
         self.reductions = reductions
         self.split_dim = split_dim
+        self.gathers = gathers
         self.unknown = unknown
+        self.graph = graph
 
 
-def solve(graph, count, forced=None, uneven=True, in_blocks=True):
+def solve(
+    graph, count, forced=None, uneven=True, in_blocks=True, gather_outputs=None
+):
     """Chooses a split for every variable of a graph.
+
+    If less than `gathers.ENOUGH_SPLIT` of the matrices is split, because what
+    follows their layers needs outputs whole, it chooses again, with the outputs
+    of some of these layers gathered.
 
     Args:
         graph: `Graph`.
@@ -96,22 +110,66 @@ def solve(graph, count, forced=None, uneven=True, in_blocks=True):
             divide. Defaults to `True`.
         in_blocks: Boolean. Whether each block of a dim may be split. Defaults
             to `True`.
+        gather_outputs: Int, the least bytes of a kernel for which the output
+            of its layer may be gathered. Defaults to `None`: none is gathered
+            that the graph does not gather yet.
 
     Returns:
         A `Solution`.
     """
-    forced = dict(forced or {})
-    return _Planner(graph, count, forced, uneven, in_blocks).solution()
+    arguments = count, dict(forced or {}), uneven, in_blocks
+    planner = _Planner(graph, *arguments)
+    solution = planner.solution()
+    found = {}
+    if gather_outputs is not None:
+        found = gathers.candidates(planner, gather_outputs)
+    while found:
+        more = gathers.inserted(graph, found)
+        gathering = _Planner(more, *arguments, without=planner)
+        other = gathering.solution()
+        needed = gathers.needed(gathering)
+        if needed == set(found):
+            return other
+        found = {path: dims for path, dims in found.items() if path in needed}
+    return solution
 
 
 class _Planner(Classes):
-    """Selects the classes to split, and makes a `Choice` per variable."""
+    """Selects the classes to split, and makes a `Choice` per variable.
 
-    def __init__(self, graph, count, forced, uneven, in_blocks):
+    Args:
+        graph: `Graph`.
+        count: Int, as for `solve`.
+        forced: Dict, as for `solve`.
+        uneven: Boolean, as for `solve`.
+        in_blocks: Boolean, as for `solve`.
+        without: The planner for the same graph without gathers, after it has
+            chosen, if steps of this graph gather. What is whole there stays so,
+            except for the layers of the kernels for which they gather.
+    """
+
+    def __init__(self, graph, count, forced, uneven, in_blocks, without=None):
         super().__init__(graph, count, uneven)
         self._splits_blocks = in_blocks
+        self._without = without
         self.forced = forced
         self._kernels = {v.path: kernel for v, _, kernel in graph.derived}
+        self._gathered_classes = {
+            self.class_of(node)[0] for node, _ in self.dims.gathers
+        }
+        gathering = [
+            (path, step.path)
+            for step in graph.steps
+            if isinstance(step.operation, gathers.GatherOutput)
+            for path in step.operation.kernels
+        ]
+        self._to_split = {path.rpartition("/")[0] for path, _ in gathering}
+        # The output of their own layer is gathered.
+        self._columns = {
+            path
+            for path, layer in gathering
+            if path.rpartition("/")[0] == layer
+        }
         self._sources = {}
         for step in graph.steps:
             if len(step.inputs) == 1 and self.dims.is_weight(step.inputs[0]):
@@ -128,14 +186,44 @@ class _Planner(Classes):
         if self.count > 1:
             self._take_forced()
             self._take_cheapest_first()
-        gathered, self.disagreeing = reductions.not_summed(self)
+        not_summed, self.disagreeing = reductions.not_summed(self)
         choices = {path: self._choice(path) for path in self.by_path}
+        if self._without is not None:
+            # The reasons do not change for what is whole in both.
+            choices |= {
+                path: self._without.choices[path]
+                for path, choice in choices.items()
+                if choice.dim is None
+            }
+        self.choices = choices
+        sums, scattered = reductions.of(self, not_summed)
+        outputs = [(step.path, step.outputs[0]) for step in self.gathering()]
         return Solution(
             choices,
-            reductions.of(self, gathered),
+            sums,
             self._split_dim,
+            [(path, v, v.index in scattered) for path, v in outputs],
             self.dims.unknown,
+            self.graph,
         )
+
+    def gathering(self):
+        """Returns the steps that gather a split output of a layer."""
+        return [
+            step
+            for step in self.graph.steps
+            if isinstance(step.operation, gathers.GatherOutput)
+            and self._split_dim(step.inputs[0]) is not None
+            and self._split_dim(step.outputs[0]) is None
+        ]
+
+    def is_whole(self, path):
+        """Returns whether a variable is whole, and not by the user's choice."""
+        return self.split_of(path) is None and path not in self.forced
+
+    def is_column(self, variable, dim):
+        """Returns whether a split of a dim makes a kernel column-parallel."""
+        return self._why_split(variable, dim).startswith(COLUMN)
 
     def _free_members(self, root):
         """Returns the members of a class that no other choice has fixed."""
@@ -146,9 +234,20 @@ class _Planner(Classes):
                 and path not in self.in_blocks
                 and path not in self.frozen
                 and path not in self.forced
+                and self._may_split(path, root)
             ):
                 found.setdefault(path, (i, blocks))
         return {p: v for p, v in found.items() if self._may_go(p, root, found)}
+
+    def _may_split(self, path, root):
+        """Returns `False` for what is whole if other outputs are gathered."""
+        if path in self._columns:
+            return root in self._gathered_classes
+        return (
+            self._without is None
+            or not self._without.is_whole(path)
+            or path.rpartition("/")[0] in self._to_split
+        )
 
     def _may_go(self, path, root, free):
         """Returns `False` if a variable follows a kernel that stays whole."""
@@ -173,12 +272,16 @@ class _Planner(Classes):
             if root in self.members:
                 self._take(root, self._free_members(root))
 
-    def _take_cheapest_first(self):
+    def _least_saving(self):
+        """Returns the bytes that a split has to save without a later sum."""
         sizes = [value.nbytes for value in self.by_path.values()]
-        enough = min(
+        return min(
             LONE_SHARE * sum(sizes),
             LONE_SHARE_OF_LARGEST * max(sizes, default=0),
         )
+
+    def _take_cheapest_first(self):
+        enough = self._least_saving()
         order = {path: k for k, path in enumerate(self.by_path)}
         classes_of = collections.defaultdict(set)
         for root, members in self.members.items():
@@ -200,7 +303,10 @@ class _Planner(Classes):
                 self.skipped[root] = IN_BLOCKS.format(count, why_not)
                 continue
             whole_class = self._bytes({path for path, *_ in self.members[root]})
-            if root not in self.is_paired and saved < enough:
+            is_lone = not (
+                root in self.is_paired or root in self._gathered_classes
+            )
+            if is_lone and saved < enough:
                 self.skipped[root] = self._why_not_alone(root, saved, enough)
                 continue
             if saved < BROKEN_SHARE * whole_class:
@@ -341,6 +447,7 @@ class _Planner(Classes):
         why = self._uses.get(
             (value.index, root), "split with the dims it is combined with"
         )
+        why += GATHERED * (root in self._gathered_classes)
         return why + SHARED_HEADS * (root in self.coarse)
 
     def _find_uses(self):

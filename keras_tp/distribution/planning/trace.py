@@ -270,6 +270,13 @@ class _Tracer:
             )
         )
 
+    def note_output(self, layer, outputs):
+        """Records the output of a layer that has no layers inside."""
+        value = self.value_of.get(id(outputs))
+        if value is not None and not layer._layers:
+            position = len(self.graph.steps)
+            self.graph.layer_outputs.append((self.path(), position, value))
+
     def encoded(self, x):
         is_tensor = hasattr(x, "shape") and hasattr(x, "dtype")
         return self.value(x) if is_tensor else x
@@ -278,12 +285,16 @@ class _Tracer:
         """Replaces `Layer.symbolic_call`: enters a layer, or records a leaf."""
         self.around.append(layer)
         steps, leaves = len(self.graph.steps), dict(self.graph.leaves)
+        returned = len(self.graph.layer_outputs)
         failure = _Failure()
         try:
             if not rules.is_leaf(layer):
                 with failure:
-                    return layer.call(*args, **kwargs)
+                    outputs = layer.call(*args, **kwargs)
+                    self.note_output(layer, outputs)
+                    return outputs
                 del self.graph.steps[steps:]
+                del self.graph.layer_outputs[returned:]
                 self.graph.leaves = leaves
                 self.graph.leaves[self.path()] = failure.text
             with self.real_variables(layer), self.unhooked():
