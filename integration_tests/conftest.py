@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 
 # All of this is read when Keras, or its backend, is imported first.
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -21,6 +20,11 @@ import keras
 import pytest
 
 import keras_tp
+from integration_tests import slow_tests
+from integration_tests.slow_tests import pytest_collection_modifyitems
+from integration_tests.slow_tests import pytest_configure
+
+slow_tests.optimize_less()
 
 
 def _reset():
@@ -40,115 +44,3 @@ def reset_global_state():
     _reset()
     yield
     _reset()
-
-
-def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "slow: too slow for CI; KERAS_TP_SLOW=1 runs it"
-    )
-
-
-# Kinds of layers, ways to quantize and ways to shard, not each with each.
-DERIVED = (
-    r"derived_variables_test\.py::test_after_sharding\[(?!lora-(mixed|tied)-1x4"
-    r"|lora-images-1x2|int8-(columns|untied)-1x2|int4-(mixed|tied)-1x2"
-    r"|int4 in groups, lora-mixed-1x4)",
-    r"derived_variables_test\.py::test_ways_to_shard\[(planned-(lora|int4)"
-    r"|provisional-(lora|int4)|provisional, used-int|distribute_model-int"
-    r"|TensorParallelKeras-(lora|int8))",
-    r"derived_variables_test\.py::test_before_sharding\[(int4|int8, lora)\]",
-    r"derived_variables_test\.py::test_nothing_is_gathered\["
-    r"(.*1x4|int8-|int4 in)",
-)
-# An order of models, and a shape of a mesh, for each claim.
-ORDERS_AND_SHAPES = (
-    r"contamination_test\.py::.*\[(forwards|backwards)\]",
-    r"faults_test\.py::test_nothing_is.*\[(sgd-1x4|adam-1x2)\]",
-    r"train_lm_test\.py::test_losses_are_those_of_one_device\[mesh1",
-)
-# Where both axes of a mesh split (2x2), each does. Meshes of one axis are tried
-# with some models.
-ONE_AXIS = (
-    r"parity_test\.py::test_sgd\[(?!mlp|llama|conv2d|lstm|gpt2|emb)\w+-1x4",
-    r"gradients_test\.py::test_clipped.*\[(?!mlp|lstm)\w+-(1x2|1x4)",
-    r"faults_test\.py::test_a_planted.*-1x2\]",
-    r"residence_test\.py::test_weights_and_slots\[(?!adam-).*1x4",
-    r"saving_test\.py::test_from_one_mesh.*(2x2_to_1x4|1x2_to_1x4)",
-)
-# What CI leaves out on a backend that needs too long for all: patterns of test
-# names. At least one instance of each claim stays.
-SLOW_ON = {
-    "jax": (
-        *DERIVED,
-        *ONE_AXIS,
-        *ORDERS_AND_SHAPES,
-        r"parity_test\.py::test_sgd\[(?!mlp|llama|conv2d|lstm)\w+-1x2",
-        r"parity_test\.py::test_adam\[\w+-(1x2|1x4)",
-        r"planned_models_test\.py::test_training\[2x2-(opt|multi_head)",
-        r"generate_test\.py::.*one_device\[(2-(?!opt)|4-(?!llama))",
-        r"generate_test\.py::test_tokens_that_are_drawn\[2\]",
-        r"benchmark_test\.py::test_plan_survey\[all",
-        # The launcher prints the same on each backend.
-        r"output_test\.py::.*(speak_if_asked|all_errors|abort-13)",
-        # Another host is lost in `kill_step`, too.
-        r"processes_test\.py::.*on_another_host\[kill_saving1\]",
-        # It is shown on TensorFlow; `kill_saving0` and `kill_step` here.
-        r"processes_test\.py::test_an_error_ends.*\[kill_saving1\]",
-    ),
-    "torch": (
-        *DERIVED,
-        # Each of these starts processes of its own.
-        r"contamination_test\.py::.*\[(forwards|backwards)\]",
-        r"faults_test\.py::test_nothing_is.*\[sgd-1x2\]",
-        r"verification_test\.py::test_a_right_model_passes\[(mlp|lstm)",
-        r"benchmark_test\.py::test_plan_survey\[some",
-        r"readme_test\.py::test_snippet_runs\[(plans-1|layouts-0)",
-    ),
-    "tensorflow": (
-        # The launcher prints the same on each backend.
-        r"output_test\.py::.*(all_processes_speak|all_errors|abort-13|exit-7)",
-        # Runs end by an error, and by a kill while they save, in other cases;
-        # a call by one process is refused alike where it saves.
-        r"processes_test\.py::test_an_error_ends.*"
-        r"\[(exit|kill_step|kill_saving0|one_reads)\]",
-        r"processes_test\.py::.*on_another_host\[kill_step\]",
-        # More than a minute; the mesh of one axis is tried.
-        r"ops_test\.py::.*_of_two_axes\[depthwise_conv\]",
-        r"benchmark_test\.py::test_plan_survey\[all",
-        r"collective_calls_test\.py::.*\[(count_collectives|verify)",
-        *DERIVED,
-        *ONE_AXIS,
-        *ORDERS_AND_SHAPES,
-        # Of kinds of layers, two uses beside all of `dense`.
-        r"forms_test\.py::test_losses.*\[(?!dense)\w+-sequential-loop",
-        r"forms_test\.py::test_losses.*\[dense-(functional|marked)\w*-"
-        r"(predict|evaluate|train_on_batch)",
-        r"generate_test\.py::.*one_device\[(2-(?!opt)|4-(?!llama))",
-        r"generate_test\.py::test_tokens_that_are_drawn\[2\]",
-        r"table_test\.py::test_a_layer_on_split.*\[(alpha|gaussian|spatial)_",
-        r"parity_test\.py::test_sgd\[(?!mlp|llama)\w+-1x2",
-        r"parity_test\.py::test_sgd\[(?!mlp|gpt2)\w+-1x4",
-        r"parity_test\.py::test_sgd\[(roberta|mistral)",
-        r"parity_test\.py::test_adam\[\w+-(1x2|1x4)",
-        r"parity_test\.py::test_adam\[(?!mlp|conv2d|lstm|multi_h|llama)",
-        r"planned_models_test\.py::test_training\[(2x2-(?!mlp)|1x4-opt)",
-        r"planned_models_test\.py::test_shapes_of_models\[nameless",
-        r"planned_models_test\.py::test_what_is_predicted.*\[gated",
-        r"readme_test\.py::test_snippet_runs\[(plans-1|layouts-0)",
-        r"whole_model_test\.py::test_(ten_steps|the_training).*\[2\]",
-        r"whole_model_test\.py::test_models_of_every_kind.*-2\]",
-        r"saving_test\.py::test_loading_.*truncated.*(0\.0|0\.6|0\.99)\]",
-        r"training_test\.py::test_kinds.*\[(sequential_with_input|nested)\]",
-        r"residence_test\.py::.*language_model\[(gpt2|\w+-1x2)",
-    ),
-}
-
-
-def pytest_collection_modifyitems(items):
-    if os.environ.get("KERAS_TP_SLOW") == "1":
-        return
-    slow = "|".join(SLOW_ON.get(keras.config.backend(), ())) or "$^"
-    skip = pytest.mark.skip(reason="set KERAS_TP_SLOW=1 to run it")
-    for item in items:
-        if item.get_closest_marker("slow") or re.search(slow, item.nodeid):
-            item.add_marker(skip)

@@ -7,6 +7,9 @@ import keras
 import pytest
 
 import keras_tp
+from integration_tests import slow_tests
+from integration_tests.slow_tests import pytest_collection_modifyitems
+from integration_tests.slow_tests import pytest_configure
 from keras_tp.backend import SUPPORTED_BACKENDS
 
 # One backend per process: the tests of the others cannot be imported.
@@ -23,6 +26,7 @@ if keras.config.backend() == "tensorflow":
     os.environ.setdefault("KERAS_TP_CPU_DEVICES", "8")
     # Makes them, before TensorFlow does anything else.
     keras_tp.distribution.list_devices()
+slow_tests.optimize_less()
 if keras.config.backend() == "jax":
     # Read when JAX makes its devices, which nothing has done yet.
     count = "--xla_force_host_platform_device_count"

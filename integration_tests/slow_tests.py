@@ -1,0 +1,148 @@
+"""The tests that CI leaves out; KERAS_TP_SLOW=1 runs them."""
+
+import os
+import re
+
+import keras
+import pytest
+
+SLOW = os.environ.get("KERAS_TP_SLOW") == "1"
+
+
+def optimize_less():
+    """Leaves out TensorFlow's optimizations of graphs in this process.
+
+    They take a third of the time of these small programs. Processes that tests
+    launch are optimized as those of users.
+    """
+    if keras.config.backend() == "tensorflow" and not SLOW:
+        import tensorflow as tf
+
+        tf.config.optimizer.set_experimental_options(
+            {"disable_meta_optimizer": True}
+        )
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "slow: too slow for CI; KERAS_TP_SLOW=1 runs it"
+    )
+
+
+# Kinds of layers, ways to quantize and ways to shard, not each with each.
+DERIVED = (
+    r"derived_variables_test\.py::test_after_sharding\[(?!lora-(mixed|tied)-1x4"
+    r"|lora-images-1x2|int8-(columns|untied)-1x2|int4-(mixed|tied)-1x2"
+    r"|int4 in groups, lora-mixed-1x4)",
+    r"derived_variables_test\.py::test_ways_to_shard\[(planned-(lora|int4)"
+    r"|provisional-(lora|int4)|provisional, used-int|distribute_model-int"
+    r"|TensorParallelKeras-(lora|int8))",
+    r"derived_variables_test\.py::test_before_sharding\[(int4|int8, lora)\]",
+    r"derived_variables_test\.py::test_nothing_is_gathered\["
+    r"(.*1x4|int8-|int4 in)",
+)
+# An order of models, and a shape of a mesh, for each claim.
+ORDERS_AND_SHAPES = (
+    r"contamination_test\.py::.*\[(forwards|backwards)\]",
+    r"faults_test\.py::test_nothing_is.*\[(sgd-1x4|adam-1x2)\]",
+    r"train_lm_test\.py::test_losses_are_those_of_one_device\[mesh1",
+)
+# Where both axes of a mesh split (2x2), each does. Meshes of one axis are tried
+# with some models.
+ONE_AXIS = (
+    r"parity_test\.py::test_sgd\[(?!mlp|llama|conv2d|lstm|gpt2|emb)\w+-1x4",
+    r"gradients_test\.py::test_clipped.*\[(?!mlp|lstm)\w+-(1x2|1x4)",
+    r"faults_test\.py::test_a_planted.*-1x2\]",
+    r"residence_test\.py::test_weights_and_slots\[(?!adam-).*1x4",
+    r"saving_test\.py::test_from_one_mesh.*(2x2_to_1x4|1x2_to_1x4)",
+)
+# A child process trains the reference: one model, and one way to fail, do.
+VERIFIED = (r"verification_test\.py::test_a_right_model_passes\[(mlp|lstm)",)
+# What CI leaves out on a backend that needs too long for all: patterns of test
+# names. At least one instance of each claim stays.
+SLOW_ON = {
+    "jax": (
+        *DERIVED,
+        *ONE_AXIS,
+        *ORDERS_AND_SHAPES,
+        *VERIFIED,
+        r"parity_test\.py::test_sgd\[(?!mlp|llama|conv2d|lstm)\w+-1x2",
+        r"parity_test\.py::test_adam\[\w+-(1x2|1x4)",
+        r"planned_models_test\.py::test_training\[2x2-(opt|multi_head)",
+        r"generate_test\.py::.*one_device\[(2-(?!opt)|4-(?!llama))",
+        r"generate_test\.py::test_tokens_that_are_drawn\[2\]",
+        r"benchmark_test\.py::test_plan_survey\[all",
+        # The launcher prints the same on each backend.
+        r"output_test\.py::.*(speak_if_asked|all_errors|abort-13)",
+        # Another host is lost in `kill_step`, too.
+        r"processes_test\.py::.*on_another_host\[kill_saving1\]",
+        # It is shown on TensorFlow; `kill_saving0` and `kill_step` here.
+        r"processes_test\.py::test_an_error_ends.*\[kill_saving1\]",
+    ),
+    "torch": (
+        *DERIVED,
+        # Each of these starts processes of its own.
+        r"contamination_test\.py::.*\[(forwards|backwards)\]",
+        r"faults_test\.py::test_nothing_is.*\[sgd-1x2\]",
+        *VERIFIED,
+        r"benchmark_test\.py::test_plan_survey\[some",
+        r"readme_test\.py::test_snippet_runs\[(plans-1|layouts-0)",
+    ),
+    "tensorflow": (
+        # The launcher prints the same on each backend.
+        r"output_test\.py::.*(all_processes_speak|all_errors|abort-13|exit-7)",
+        # Runs end by an error, and by a kill while they save, in other cases;
+        # a call by one process is refused alike where it saves.
+        r"processes_test\.py::test_an_error_ends.*"
+        r"\[(exit|kill_step|kill_saving0|one_reads)\]",
+        r"processes_test\.py::.*on_another_host\[kill_step\]",
+        *VERIFIED,
+        r"verification_test\.py::test_(another_model_each|batches_seed)",
+        # 2x2 is shown; other kinds of slots on other backends.
+        r"sharded_model_test\.py::test_a_trained_model.*\[1x[24]\]",
+        r"sharded_model_test\.py::test_slots_of_every_kind.*\[<lambda>",
+        r"ops/conv_test\.py::test_split_kernels\[conv2d_strides",
+        # No devices are used: the same on each backend.
+        r"launch_test\.py::test_(dry_run|bad_arguments)",
+        # More than a minute; the mesh of one axis is tried.
+        r"ops_test\.py::.*_of_two_axes\[depthwise_conv\]",
+        r"benchmark_test\.py::test_plan_survey\[all",
+        r"collective_calls_test\.py::.*\[(count_collectives|verify)",
+        *DERIVED,
+        *ONE_AXIS,
+        *ORDERS_AND_SHAPES,
+        # Of kinds of layers, two uses beside all of `dense`.
+        r"forms_test\.py::test_losses.*\[(?!dense)\w+-sequential-loop",
+        r"forms_test\.py::test_losses.*\[dense-(functional|marked)\w*-"
+        r"(predict|evaluate|train_on_batch)",
+        r"generate_test\.py::.*one_device\[(2-(?!opt)|4-(?!llama))",
+        r"generate_test\.py::test_tokens_that_are_drawn\[2\]",
+        r"table_test\.py::test_a_layer_on_split.*\[((alpha|gaussian|spatial)_"
+        r"|max_pool|cumulated|rolled|diagonal|padded_by|unstacked|reversed\])",
+        r"table_test\.py::test_rows_of_a_cell.*\[stacked",
+        r"parity_test\.py::test_sgd\[(?!mlp|llama)\w+-1x2",
+        r"parity_test\.py::test_sgd\[(?!mlp|gpt2)\w+-1x4",
+        r"parity_test\.py::test_sgd\[(roberta|mistral)",
+        r"parity_test\.py::test_adam\[\w+-(1x2|1x4)",
+        r"parity_test\.py::test_adam\[(?!mlp|conv2d|lstm|multi_h|llama)",
+        r"planned_models_test\.py::test_training\[(2x2-(?!mlp)|1x4-opt)",
+        r"planned_models_test\.py::test_shapes_of_models\[nameless",
+        r"planned_models_test\.py::test_what_is_predicted.*\[gated",
+        r"readme_test\.py::test_snippet_runs\[(plans-1|layouts-0)",
+        r"whole_model_test\.py::test_(ten_steps|the_training).*\[2\]",
+        r"whole_model_test\.py::test_models_of_every_kind.*-2\]",
+        r"saving_test\.py::test_loading_.*truncated.*(0\.0|0\.6|0\.99)\]",
+        r"training_test\.py::test_kinds.*\[(sequential_with_input|nested)\]",
+        r"residence_test\.py::.*language_model\[(gpt2|\w+-1x2)",
+    ),
+}
+
+
+def pytest_collection_modifyitems(items):
+    if SLOW:
+        return
+    slow = "|".join(SLOW_ON.get(keras.config.backend(), ())) or "$^"
+    skip = pytest.mark.skip(reason="set KERAS_TP_SLOW=1 to run it")
+    for item in items:
+        if item.get_closest_marker("slow") or re.search(slow, item.nodeid):
+            item.add_marker(skip)
