@@ -144,40 +144,51 @@ def needed(planner):
     Args:
         planner: The planner of `solver` for a graph of `inserted`.
     """
-    calls, gathered = collections.Counter(), collections.Counter()
-    sent, kernels = collections.Counter(), {}
+    kernels = _split_by_gathers(planner)
+    sent = collections.Counter()
+    for step in planner.gathering():
+        sent[step.path] += planner.bytes_sent(step.outputs[0])
+
+    def price(path):
+        return sent[path] / _bytes(planner, kernels[path]), path
+
+    left = set().union(*kernels.values())
+    missing = _missing(planner) + _bytes(planner, left)
+    found = set()
+    for path in sorted(kernels, key=price):
+        own = kernels[path] & left
+        # A kernel may need the output of two layers gathered.
+        if missing > 0 or not own:
+            found.add(path)
+            missing -= _bytes(planner, own)
+            left -= own
+    return found
+
+
+def _split_by_gathers(planner):
+    """Returns a dict of layers to the kernels that are split by their gather.
+
+    The output of such a layer is gathered in each of its calls.
+    """
+    calls, kernels = collections.Counter(), {}
     for step in planner.graph.steps:
         if isinstance(step.operation, GatherOutput):
             calls[step.path] += 1
-            kernels[step.path] = step.operation.kernels
-    for step in planner.gathering():
-        gathered[step.path] += 1
-        sent[step.path] += planner.bytes_sent(step.outputs[0])
-    saved = {
-        path: sum(
-            planner.by_path[kernel].nbytes
-            for kernel in kernels[path]
-            if not planner.is_whole(kernel)
-        )
-        for path in kernels
+            kernels[step.path] = {
+                path
+                for path in step.operation.kernels
+                if not planner.is_whole(path)
+            }
+    calls.subtract(step.path for step in planner.gathering())
+    return {
+        path: split
+        for path, split in kernels.items()
+        if split and not calls[path]
     }
-    useful = [p for p in kernels if gathered[p] == calls[p] and saved[p]]
-    split_by_them = {
-        kernel
-        for path in useful
-        for kernel in kernels[path]
-        if not planner.is_whole(kernel)
-    }
-    missing = _missing(planner)
-    missing += sum(planner.by_path[kernel].nbytes for kernel in split_by_them)
-    found = set()
-    for path in sorted(useful, key=lambda p: (sent[p] / saved[p], p)):
-        own = split_by_them.intersection(kernels[path])
-        if missing > 0 or not own:
-            found.add(path)
-            missing -= sum(planner.by_path[kernel].nbytes for kernel in own)
-            split_by_them -= own
-    return found
+
+
+def _bytes(planner, paths):
+    return sum(planner.by_path[path].nbytes for path in paths)
 
 
 def _missing(planner):

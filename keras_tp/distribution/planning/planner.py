@@ -58,7 +58,7 @@ def plan_graph(
         for path, axes in overridden.items()
     }
 
-    def solve(graph, **kwargs):
+    def solve(**kwargs):
         solution = solver.solve(graph, count, forced, **kwargs)
         rows = _rows(graph, solution, axis, overridden)
         if fully_shard is not None:
@@ -70,17 +70,18 @@ def plan_graph(
             ]
         return solution, rows
 
-    solution, variables = solve(graph, gather_outputs=gather_outputs)
-    # Some of its steps gather.
-    graph = solution.graph
+    solution, variables = solve(gather_outputs=gather_outputs)
     instead = {}
     if not (uneven and in_blocks):
-        _, rows = solve(graph, uneven=uneven, in_blocks=in_blocks)
+        gathered = solution.gathered
+        _, rows = solve(uneven=uneven, in_blocks=in_blocks, gathered=gathered)
         instead = {
             row.path: row
             for row, planned in zip(rows, variables)
             if (row.axes, row.blocks) != (planned.axes, planned.blocks)
         }
+    # Some of its steps gather.
+    graph = solution.graph
     arguments = dict(
         model_name=graph.name,
         axis=axis,

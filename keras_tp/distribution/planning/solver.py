@@ -81,6 +81,7 @@ class Solution:
         unknown: Dict of each kind of step without a rule to the path of its
             first layer.
         graph: The `Graph` of these choices, in which some steps gather.
+        gathered: Dict of layers to the gathers that were inserted.
     """
 
     def __init__(self, choices, reductions, split_dim, gathers, unknown, graph):
@@ -90,10 +91,17 @@ class Solution:
         self.gathers = gathers
         self.unknown = unknown
         self.graph = graph
+        self.gathered = {}
 
 
 def solve(
-    graph, count, forced=None, uneven=True, in_blocks=True, gather_outputs=None
+    graph,
+    count,
+    forced=None,
+    uneven=True,
+    in_blocks=True,
+    gather_outputs=None,
+    gathered=None,
 ):
     """Chooses a split for every variable of a graph.
 
@@ -111,8 +119,9 @@ def solve(
         in_blocks: Boolean. Whether each block of a dim may be split. Defaults
             to `True`.
         gather_outputs: Int, the least bytes of a kernel for which the output
-            of its layer may be gathered. Defaults to `None`: none is gathered
-            that the graph does not gather yet.
+            of its layer may be gathered. Defaults to `None`: none is.
+        gathered: Dict, the `Solution.gathered` of another solution for this
+            graph, instead. Defaults to `None`.
 
     Returns:
         A `Solution`.
@@ -120,17 +129,24 @@ def solve(
     arguments = count, dict(forced or {}), uneven, in_blocks
     planner = _Planner(graph, *arguments)
     solution = planner.solution()
+
+    def gathering(found):
+        more = gathers.inserted(graph, found)
+        return _Planner(more, *arguments, without=planner)
+
+    if gathered:
+        return gathering(gathered).solution()
     found = {}
     if gather_outputs is not None:
         found = gathers.candidates(planner, gather_outputs)
     while found:
-        more = gathers.inserted(graph, found)
-        gathering = _Planner(more, *arguments, without=planner)
-        other = gathering.solution()
-        needed = gathers.needed(gathering)
+        other = gathering(found)
+        more_split = other.solution()
+        needed = gathers.needed(other)
         if needed == set(found):
-            return other
-        found = {path: dims for path, dims in found.items() if path in needed}
+            more_split.gathered = found
+            return more_split
+        found = {path: found[path] for path in found if path in needed}
     return solution
 
 
