@@ -9,6 +9,7 @@ from keras import Layer
 from keras_tp import backend
 from keras_tp.backend.saving import atomic_files
 from keras_tp.distribution import arguments
+from keras_tp.distribution import plan_comparison
 from keras_tp.distribution.device_mesh import DeviceMesh
 from keras_tp.distribution.distribution_lib import list_devices
 from keras_tp.distribution.layout_map import LayoutMap
@@ -18,10 +19,8 @@ from keras_tp.distribution.planning import plan_text
 from keras_tp.distribution.planning import planner
 from keras_tp.distribution.planning import trace
 from keras_tp.distribution.tensor_layout import TensorLayout
-from keras_tp.distribution.tensor_layout import axis_names
 from keras_tp.distribution.tensor_layout import axis_size
 from keras_tp.distribution.tensor_layout import axis_sizes
-from keras_tp.distribution.tensor_layout import format_bytes
 from keras_tp.distribution.tensor_layout import is_uneven
 from keras_tp.distribution.tensor_layout import part_shape
 
@@ -258,13 +257,7 @@ class ShardingPlan:
             Dict of path to a pair: `(axes, blocks)` in this plan and in the
             other, or `None` if a plan lacks the path.
         """
-        found = {}
-        for path in {**self._by_path, **other._by_path}:
-            rows = self._by_path.get(path), other._by_path.get(path)
-            mine, theirs = (row and (row.axes, row.blocks) for row in rows)
-            if mine != theirs:
-                found[path] = mine, theirs
-        return found
+        return plan_comparison.difference(self._by_path, other._by_path)
 
     def compare(self, layout_map):
         """Returns the variables for which a `LayoutMap` does worse.
@@ -277,43 +270,7 @@ class ShardingPlan:
             replicates a variable that the plan splits, splits a dim that
             should not be split (and why), or has the wrong rank.
         """
-        found = []
-        for row in self.variables:
-            if isinstance(layout_map, LayoutMap):
-                is_inside = row.path.startswith(f"{self.model_name}/")
-                root = self.model_name if is_inside else None
-                layout = layout_map.layout_for(row.path, root)
-            else:
-                layout = layout_map[row.path]
-            theirs = () if layout is None else tuple(layout.axes)
-            theirs = theirs or (None,) * len(row.shape)
-            message = self._comparison(row, theirs)
-            if message:
-                found.append((row.path, message))
-        return found
-
-    def _comparison(self, row, theirs):
-        if len(theirs) != len(row.shape):
-            return (
-                f"has rank {len(row.shape)} and a layout of rank {len(theirs)}"
-            )
-        count = axis_size(self.device_mesh, self.axis)
-        for dim, axis in enumerate(theirs):
-            mine, why = row.axes, row.obstacles[dim]
-            if self.axis not in axis_names(axis) or mine[dim] == axis:
-                continue
-            if row.shape[dim] % count and why:
-                return f"dim {dim} is split and does not divide by {count}"
-            if why:
-                return f"dim {dim} is split, which communicates: {why}"
-            return f"dim {dim} is split, the plan has {mine}: {row.why}"
-        if row.is_split and not any(theirs):
-            saved = row.nbytes - self.device_bytes(row)
-            return (
-                f"replicated; {row.axes} would save "
-                f"{format_bytes(saved)} on each device"
-            )
-        return ""
+        return plan_comparison.compare(self, layout_map)
 
     # -- text ----------------------------------------------------------------
 

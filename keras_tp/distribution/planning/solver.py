@@ -11,12 +11,13 @@ import collections
 import math
 
 from keras_tp.distribution.planning import cost
+from keras_tp.distribution.planning import fused
 from keras_tp.distribution.planning import gathers
 from keras_tp.distribution.planning import reductions
 from keras_tp.distribution.planning.dim_groups import Classes
 from keras_tp.distribution.planning.plan_rows import NOT_PREDICTED
-from keras_tp.distribution.planning.rules import rule_for
-from keras_tp.distribution.planning.rules_math import elementwise
+from keras_tp.distribution.planning.solution import Choice
+from keras_tp.distribution.planning.solution import Solution
 from keras_tp.distribution.tensor_layout import format_bytes
 
 # A split that no later operation sums over costs a gather, or splits outputs of
@@ -45,53 +46,8 @@ EACH_BLOCK = "; each of its {} blocks is split"
 IN_BLOCKS = "{} blocks in one dim, and {}"
 INSTEAD = "; give them a dim of their own, or let each head have its blocks"
 NOT_HERE = "this backend has no dims of blocks"
-# Operations that a fused projection may pass between its matmul and the
-# operation that cuts it to blocks.
-_BETWEEN = ("Add", "Cast")
 # A class is skipped if less than this share of its bytes is still free.
 BROKEN_SHARE = 0.5
-
-
-class Choice(
-    collections.namedtuple("Choice", ["dim", "blocks", "why", "obstacles"])
-):
-    """How one variable is split, and why.
-
-    Args:
-        dim: Int, the dim that is split, or `None`.
-        blocks: Int, number of blocks in the split dim, such as 3 for a fused
-            projection to queries, keys and values. Each device holds a part
-            of each block.
-        why: String, the reason for the choice.
-        obstacles: List with a string for each dim: why it cannot be split, or
-            an empty string.
-    """
-
-
-class Solution:
-    """The outcome for a graph and a number of devices.
-
-    Attributes:
-        choices: Dict of variable path to `Choice`.
-        reductions: List of `Reduction`, in the order of the steps that cause
-            them.
-        split_dim: Function of a `Value` that returns its split dim, or `None`.
-        gathers: List of `(path, value, is_scattered)` for each output of a
-            layer that is gathered; whether its gradient is reduce-scattered.
-        unknown: Dict of each kind of step without a rule to the path of its
-            first layer.
-        graph: The `Graph` of these choices, in which some steps gather.
-        gathered: Dict of layers to the gathers that were inserted.
-    """
-
-    def __init__(self, choices, reductions, split_dim, gathers, unknown, graph):
-        self.choices = choices
-        self.reductions = reductions
-        self.split_dim = split_dim
-        self.gathers = gathers
-        self.unknown = unknown
-        self.graph = graph
-        self.gathered = {}
 
 
 def solve(
@@ -390,43 +346,8 @@ class _Planner(Classes):
         if not self._splits_blocks:
             return NOT_HERE
         if not hasattr(self, "_cut_elsewhere"):
-            self._cut_elsewhere = self._find_cuts()
+            self._cut_elsewhere = fused.find_cuts(self)
         return self._cut_elsewhere.get(root, "")
-
-    def _find_cuts(self):
-        """Returns a dict of class to the operation that keeps blocks whole."""
-        fused = {}
-        for value in self.graph.values:
-            for i, size in enumerate(value.shape):
-                root, blocks = self.class_of((value.index, i))
-                if size > 1 and blocks > 1:
-                    fused[value.index] = i, root
-        found = {}
-        made_by = {value.index: "variable" for value in self.graph.variables}
-        for step in self.graph.steps:
-            values = [*step.inputs, *step.variables]
-            for value in values:
-                if value.index in fused:
-                    dim, root = fused[value.index]
-                    if not self._keeps_blocks(step, value, dim, made_by):
-                        found.setdefault(
-                            root, f"{step.kind} in {step.path!r} reads them"
-                        )
-            made_by.update((value.index, step.kind) for value in step.outputs)
-        return found
-
-    def _keeps_blocks(self, step, value, dim, made_by):
-        """Returns whether a step reads a dim of blocks without a gather."""
-        if step.is_leaf:
-            return False
-        if step.kind == "Matmul":
-            is_kernel = made_by.get(value.index) in ("variable", "Cast")
-            return is_kernel and (value.ndim, dim) == (2, 1)
-        if step.kind == "Split":
-            return made_by.get(value.index) in ("Matmul", *_BETWEEN)
-        return (
-            step.kind in ("Reshape", *_BETWEEN) or rule_for(step) is elementwise
-        )
 
     def _choice(self, path):
         value = self.by_path[path]

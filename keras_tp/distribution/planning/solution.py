@@ -1,0 +1,45 @@
+"""What the solver returns: a choice for each variable, and what it causes."""
+
+import collections
+
+
+class Choice(
+    collections.namedtuple("Choice", ["dim", "blocks", "why", "obstacles"])
+):
+    """How one variable is split, and why.
+
+    Args:
+        dim: Int, the dim that is split, or `None`.
+        blocks: Int, number of blocks in the split dim, such as 3 for a fused
+            projection to queries, keys and values. Each device holds a part
+            of each block.
+        why: String, the reason for the choice.
+        obstacles: List with a string for each dim: why it cannot be split, or
+            an empty string.
+    """
+
+
+class Solution:
+    """The outcome for a graph and a number of devices.
+
+    Attributes:
+        choices: Dict of variable path to `Choice`.
+        reductions: List of `Reduction`, in the order of the steps that cause
+            them.
+        split_dim: Function of a `Value` that returns its split dim, or `None`.
+        gathers: List of `(path, value, is_scattered)` for each output of a
+            layer that is gathered; whether its gradient is reduce-scattered.
+        unknown: Dict of each kind of step without a rule to the path of its
+            first layer.
+        graph: The `Graph` of these choices, in which some steps gather.
+        gathered: Dict of layers to the gathers that were inserted.
+    """
+
+    def __init__(self, choices, reductions, split_dim, gathers, unknown, graph):
+        self.choices = choices
+        self.reductions = reductions
+        self.split_dim = split_dim
+        self.gathers = gathers
+        self.unknown = unknown
+        self.graph = graph
+        self.gathered = {}
