@@ -15,6 +15,7 @@ import numpy as np
 from keras import layers
 
 from integration_tests import harness
+from integration_tests import slow_tests
 from keras_tp import distribution as dist
 
 
@@ -171,4 +172,6 @@ def main(folder, *names):
 
 
 if __name__ == "__main__":
+    # As the tests that compare with these numbers do.
+    slow_tests.optimize_less()
     main(*sys.argv[1:])

@@ -61,6 +61,8 @@ SLOW = {
         "layers_added_and_removed",
         "masked_sequences",
         "miniature_gpt",
+        "mlp_mixer",
+        "mobile_network",
         "own_recurrent_cell",
         "parts_of_models",
         "sequence_classifier",

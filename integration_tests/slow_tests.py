@@ -102,6 +102,8 @@ SLOW_ON = {
         r"sharded_model_test\.py::test_a_trained_model.*\[1x[24]\]",
         r"sharded_model_test\.py::test_slots_of_every_kind.*\[<lambda>",
         r"ops/conv_test\.py::test_split_kernels\[conv2d_strides",
+        r"train_lm_test\.py::test_losses_are_those_of_one_device",
+        r"planned_models_test\.py::test_keras_hub\[opt",
         # No devices are used: the same on each backend.
         r"launch_test\.py::test_(dry_run|bad_arguments)",
         # More than a minute; the mesh of one axis is tried.
