@@ -113,6 +113,9 @@ SLOW_ON = {
         *DERIVED,
         *ONE_AXIS,
         *ORDERS_AND_SHAPES,
+        # Layers that compile for long: `fit`, `loop` and `function`.
+        r"forms_test\.py::test_losses.*\[(gru|lstm|bidirectional|separable"
+        r"|depthwise|conv2d|grouped_attention)-\w+-(predict|eval|train_|call)",
         # Of kinds of layers, two uses beside all of `dense`.
         r"forms_test\.py::test_losses.*\[(?!dense)\w+-sequential-loop",
         r"forms_test\.py::test_losses.*\[dense-(functional|marked)\w*-"

@@ -118,7 +118,7 @@ def of(planner, unsummed):
 
 
 def _views(graph):
-    """Returns a dict of each reshaped value's index to that of the original."""
+    """Returns a dict: index of a reshaped value -> index of the original."""
     found = {}
     for step in graph.steps:
         if step.kind in _VIEWS and len(step.inputs) == 1:

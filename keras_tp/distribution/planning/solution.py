@@ -1,4 +1,4 @@
-"""What the solver returns: a choice for each variable, and what it causes."""
+"""The result of the solver: a choice for each variable, and collectives."""
 
 import collections
 

@@ -116,8 +116,8 @@ class _Planner(Classes):
         uneven: Boolean, as for `solve`.
         in_blocks: Boolean, as for `solve`.
         without: The planner for the same graph without gathers, after it has
-            chosen, if steps of this graph gather. What is whole there stays so,
-            except for the layers of the kernels for which they gather.
+            chosen, if steps of this graph gather. Variables that are whole
+            there stay whole, except for those of the kernels' layers.
     """
 
     def __init__(self, graph, count, forced, uneven, in_blocks, without=None):
@@ -161,7 +161,7 @@ class _Planner(Classes):
         not_summed, self.disagreeing = reductions.not_summed(self)
         choices = {path: self._choice(path) for path in self.by_path}
         if self._without is not None:
-            # The reasons do not change for what is whole in both.
+            # Variables that are whole in both keep their reasons.
             choices |= {
                 path: self._without.choices[path]
                 for path, choice in choices.items()
@@ -212,7 +212,7 @@ class _Planner(Classes):
         return {p: v for p, v in found.items() if self._may_go(p, root, found)}
 
     def _may_split(self, path, root):
-        """Returns `False` for what is whole if other outputs are gathered."""
+        """Returns whether gathers of outputs allow a split of a variable."""
         if path in self._columns:
             return root in self._gathered_classes
         return (
