@@ -6,6 +6,7 @@ import queue
 import sys
 import sysconfig
 import threading
+import time
 import weakref
 
 import pytest
@@ -48,6 +49,11 @@ def waiting(request):
     yield defined(source, "callback", **names), names["began"]
     names["event"].set()
     names["items"].put(None)
+    # The next test must not find this thread.
+    deadline = time.monotonic() + 60
+    while user_code.Watch().look()[0].endswith("(callback)"):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_a_callback_in_a_thread_of_the_framework_counts(waiting):
