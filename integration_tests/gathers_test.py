@@ -1,5 +1,7 @@
 """Plans that gather the outputs of layers train as one device does."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -58,6 +60,41 @@ def one_key_head(x):
     return layers.LayerNormalization(name="norm")(x)
 
 
+class Two(layers.Layer):
+    """Two kernels read one tensor, one of them behind a reshape."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.a = layers.Dense(32, name="a")
+        self.b = layers.Dense(32, name="b")
+        self.norms = [
+            layers.LayerNormalization(name=f"norm_{name}") for name in "ab"
+        ]
+
+    def call(self, x):
+        half = keras.ops.reshape(x, (-1, LENGTH // 2, 2, WIDTH))
+        pairs = zip(self.norms, (self.a(x), self.b(half)))
+        parts = [norm(part) for norm, part in pairs]
+        return parts[0] + keras.ops.reshape(parts[1], (-1, LENGTH, 32))
+
+
+def reshaped(x):
+    """The gradients of one tensor are added up before their all-reduce."""
+    x = layers.Dense(WIDTH, name="open")(x)
+    x = layers.LayerNormalization(name="first")(x)
+    return Two(name="two")(x)
+
+
+def reshaped_by_a_layer(x):
+    """Here they are not: the gradient of each layer's output is a sum."""
+    x = layers.Dense(WIDTH, name="open")(x)
+    x = layers.LayerNormalization(name="first")(x)
+    half = layers.Reshape((LENGTH // 2, 2, WIDTH))(x)
+    half = layers.LayerNormalization()(layers.Dense(32, name="b")(half))
+    x = layers.LayerNormalization()(layers.Dense(32, name="a")(x))
+    return layers.Add()([x, layers.Reshape((LENGTH, 32))(half)])
+
+
 # Model -> layers whose output is gathered.
 MODELS = {
     dense: ["wide"],
@@ -66,6 +103,8 @@ MODELS = {
     convolution: ["conv"],
     positions: ["positions"],
     one_key_head: ["gqa/key", "gqa/value"],
+    reshaped: ["open", "two/a", "two/b"],
+    reshaped_by_a_layer: ["open", "a", "b"],
 }
 
 
@@ -114,23 +153,112 @@ def test_training(body, shape):
         assert counted == {k: v for k, v in predicted.items() if v[0]}
 
 
-def test_a_model_that_is_planned_when_it_is_used():
-    """Of its kernel, as large as it has to be by default."""
+class Large(keras.Model):
+    """Not built before its first call, with a kernel that is gathered."""
 
-    def large():
-        inputs = keras.Input((2048,))
-        x = layers.Dense(2048, name="large")(inputs)
-        return keras.Model(inputs, layers.LayerNormalization(name="norm")(x))
+    def __init__(self):
+        super().__init__(name="large")
+        # As large as it has to be by default.
+        self.wide = layers.Dense(2048, name="wide")
+        self.norm = layers.LayerNormalization(name="norm")
+
+    def call(self, x):
+        return self.norm(self.wide(x))
+
+
+def functional():
+    inputs = keras.Input((2048,))
+    x = layers.Dense(2048, name="wide")(inputs)
+    x = layers.LayerNormalization(name="norm")(x)
+    return keras.Model(inputs, x, name="large")
+
+
+def predicted(model, x):
+    return model.predict(x, verbose=0)
+
+
+def called(model, x):
+    return keras.ops.convert_to_numpy(model(x))
+
+
+def fitted(model, x):
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(x, np.ones_like(x), batch_size=2, verbose=0)
+    return model.predict(x, verbose=0)
+
+
+@pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "after"])
+@pytest.mark.parametrize("use", [predicted, called, fitted])
+@pytest.mark.parametrize("make", [functional, Large])
+def test_a_model_that_is_planned_when_it_is_used(make, use, is_inside):
+    x = np.random.default_rng(0).normal(size=(2, 2048)).astype("float32")
+
+    def run(parallel):
+        keras.utils.set_random_seed(1)
+        with contextlib.ExitStack() as stack:
+            if parallel is not None:
+                stack.enter_context(parallel.scope())
+            model = make()
+            if not is_inside:
+                stack.close()
+            return model, use(model, x)
+
+    _, expected = run(None)
+    mesh = harness.mesh(harness.fitted((1, 2)))
+    model, found = run(TensorParallel(mesh, strict=True))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert "large/wide/kernel" in {
+        path if path.startswith("large/") else f"large/{path}"
+        for path in harness.split_paths(model)
+    }
+    counted = distribution.count_collectives(model, x)
+    assert counted["all_gather"] == (1, 2 * 2048 * 4)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="a step that JAX compiles")
+def test_a_step_that_is_compiled_by_hand():
+    import jax
 
     x = np.random.default_rng(0).normal(size=(2, 2048)).astype("float32")
     keras.utils.set_random_seed(1)
-    expected = large().predict(x, verbose=0)
+    expected = functional().predict(x, verbose=0)
     keras.utils.set_random_seed(1)
-    mesh = harness.mesh(harness.fitted((1, 2)))
-    with TensorParallel(mesh, strict=True).scope():
-        model = large()
-    found = model.predict(x, verbose=0)
+    with TensorParallel(harness.mesh((1, 2))).scope():
+        model = functional()
+        found, _ = jax.jit(model.stateless_call)(
+            [v.value for v in model.trainable_variables],
+            [v.value for v in model.non_trainable_variables],
+            x,
+        )
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert "large/kernel" in harness.split_paths(model)
-    counted = distribution.count_collectives(model, x)
-    assert counted["all_gather"] == (1, 2 * 2048 * 4)
+    assert harness.split_paths(model) == {"wide/kernel", "wide/bias"}
+
+
+def test_a_layout_map_of_the_plan():
+    """`ModelParallel` takes it, without a pattern that names nothing."""
+    mesh = harness.mesh(harness.fitted((1, 2)))
+    plan = distribution.plan_sharding(
+        lambda: build(dense), mesh, gather_outputs=0
+    )
+    layout_map = plan.layout_map
+    layout_map.strict = True
+    with distribution.ModelParallel(layout_map=layout_map).scope():
+        model, _, (x, y) = trained(dense)
+    counted = distribution.count_collectives(model, x, y)
+    assert counted["all_gather"] == plan.collectives(8)["all_gather"]
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="two axes need four devices")
+def test_with_a_data_axis_that_splits_variables():
+    _, losses, _ = trained(dense)
+    keras.utils.clear_session()
+    plan = distribution.plan_sharding(
+        lambda: build(dense),
+        harness.mesh((2, 2)),
+        fully_shard="batch",
+        gather_outputs=0,
+    )
+    assert plan.gathers and plan["wide/kernel"].axes == ("batch", "model")
+    with TensorParallel(plan=plan, strict=True).scope():
+        _, found, _ = trained(dense)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)

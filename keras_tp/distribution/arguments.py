@@ -119,5 +119,16 @@ def check_batch_axis(device_mesh, name):
         )
 
 
+def check_gather_outputs(value):
+    """Raises `ValueError` unless a value is a number of bytes, or `None`."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_number and value >= 0):
+        raise ValueError(
+            "`gather_outputs` must be the least bytes of a kernel for which "
+            "the output of its layer may be gathered, such as 2**20, or "
+            f"`None` to gather none.{_received('gather_outputs', value)}"
+        )
+
+
 def _received(name, value):
     return f"Received: {name}={value!r} (of type {type(value)})"

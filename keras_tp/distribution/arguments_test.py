@@ -27,6 +27,12 @@ def test_an_error_says_what_to_write_in_place_of_a_value(value, advice):
         arguments.check_distribution(value)
 
 
+@pytest.mark.parametrize("value", [True, -1, 0.5, "1 MiB", [1]])
+def test_bytes_that_are_no_number(value, mesh):
+    with pytest.raises(ValueError, match=r"gather none\.(.*)Received: gather"):
+        dist.plan_sharding(lambda: keras.Model(), mesh, gather_outputs=value)
+
+
 def test_a_model_or_a_mesh_in_place_of_a_distribution(mesh):
     with pytest.raises(ValueError, match=r"DataParallel\(device_mesh\)"):
         arguments.check_distribution(mesh)

@@ -290,8 +290,7 @@ class ModelParallel(keras_lib.ModelParallel, Distribution):
         if getattr(variable, "_layout", None) is not None:
             return variable._layout
         layout = None
-        shape = tuple(variable.shape)
-        origin = origin_of(variable)
+        shape, origin = tuple(variable.shape), origin_of(variable)
         # A scalar has no dim to split, even if a pattern matches it.
         if origin.role == WEIGHT and shape:
             layout = self._layout_map.layout_for(variable.path, origin.root)
@@ -376,10 +375,11 @@ def distribute_tensor(tensor, layout):
 def _distribute_one(tensor, layout):
     if tensor is None or isinstance(tensor, KerasTensor):
         return tensor
+    if getattr(layout, "gathered_from", None) is not None:
+        tensor = _distribute_one(tensor, layout.gathered_from)
     if isinstance(layout, keras_lib.TensorLayout):
         shape = tuple(tensor.shape)
-        current = distribution()
-        batch_axis = getattr(current, "batch_dim_name", None)
+        batch_axis = getattr(distribution(), "batch_dim_name", None)
         layout = batch_replicated_if_uneven(layout, shape, batch_axis)
         path = current_path()
         check_layout(layout, shape, f"output of {path!r}" if path else "tensor")

@@ -310,7 +310,7 @@ def _pattern_tail(pattern):
     if found is None:
         return None
     root, tail = found.groups()
-    # `up/output` is that of a layer: without its name, any model has an output.
+    # Without its layer, `up/output` would match the output of each model.
     literal = tail != "output" and re.match(r"[\w\-]+(/|$)", tail)
     return tail if literal or _DEFAULT_MODEL_NAME.fullmatch(root) else None
 

@@ -18,7 +18,6 @@ from keras_tp.distribution.planning import plan_file
 from keras_tp.distribution.planning import plan_text
 from keras_tp.distribution.planning import planner
 from keras_tp.distribution.planning import trace
-from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import axis_size
 from keras_tp.distribution.tensor_layout import axis_sizes
 from keras_tp.distribution.tensor_layout import is_uneven
@@ -109,20 +108,12 @@ class ShardingPlan:
             layout_map[re.escape(row.path)] = layout = self.layout_of(row)
             # Others have to divide, in a model of other sizes too.
             layout.uneven = is_uneven(row.shape, layout)
-        for path, layout in self.output_layouts.items():
-            layout_map[re.escape(path)] = layout
-        return layout_map
-
-    @property
-    def output_layouts(self):
-        """Dict of `<layer path>/output` to the `TensorLayout` if gathered."""
         batch_axis = planner.batch_axis(self.device_mesh)
-        return {
-            row.output_path: TensorLayout(
-                row.axes(batch_axis), self.device_mesh
-            )
-            for row in self.gathers
-        }
+        # A layer that is called twice has two rows.
+        for row in {row.path: row for row in self.gathers}.values():
+            layout = row.layout(self.device_mesh, batch_axis)
+            layout_map[re.escape(f"{row.path}/output")] = layout
+        return layout_map
 
     def layout_of(self, row):
         """Returns the `TensorLayout` of a `PlannedVariable`."""
@@ -410,10 +401,12 @@ def plan_sharding(
         A `ShardingPlan`.
 
     Raises:
-        ValueError: if the model's inputs are not known, or an override or
-            `fully_shard` does not fit the model or the mesh.
+        ValueError: if the model's inputs are not known, an override or
+            `fully_shard` does not fit the model or the mesh, or
+            `gather_outputs` is not a number of bytes.
     """
     arguments.check_mesh(device_mesh)
+    arguments.check_gather_outputs(gather_outputs)
     if isinstance(model_or_build_fn, Layer):
         graph = trace.trace(model_or_build_fn, input_spec)
     elif callable(model_or_build_fn):

@@ -39,12 +39,17 @@ class TensorLayout(keras_lib.TensorLayout):
             it consists of, one after the other, such as `{1: 3}` for a kernel
             that projects to queries, keys and values. Each device then holds
             its part of every block. Defaults to an empty dict.
+        gathered_from: `TensorLayout` that a layer's output has before it gets
+            this one. Its gradient gets that layout too: without it, XLA may
+            gather the layer's kernel in the backward pass. Defaults to `None`,
+            for one that is not known.
 
     Raises:
         ValueError: if a mesh axis is unknown or appears twice.
     """
 
     uneven = False
+    gathered_from = None
     blocks = types.MappingProxyType({})
 
     def __init__(self, axes, device_mesh=None):

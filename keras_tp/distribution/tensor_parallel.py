@@ -21,7 +21,6 @@ from keras_tp.distribution.planning import planner
 from keras_tp.distribution.planning.model_inputs import NoPlanError
 from keras_tp.distribution.sharding_plan import ShardingPlan
 from keras_tp.distribution.sharding_plan import plan_sharding
-from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import axis_size
 from keras_tp.distribution.tensor_layout import format_bytes
 from keras_tp.distribution.tensor_layout import layout_with
@@ -224,8 +223,9 @@ class TensorParallel(ModelParallel):
         for layer in model._flatten_layers():
             self._gathered.pop(layer, None)
             if layer.path in rows:
-                axes = rows[layer.path].axes(self._batch_dim_name)
-                self._gathered[layer] = TensorLayout(axes, self.device_mesh)
+                self._gathered[layer] = rows[layer.path].layout(
+                    self.device_mesh, self._batch_dim_name
+                )
 
     def can_check(self, model):
         return self._is_given or model_inputs.are_known(model)

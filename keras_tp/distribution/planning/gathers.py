@@ -45,6 +45,11 @@ def gather_output(dims, step):
             dims.same(x, i, output, i)
 
 
+def steps_of(graph):
+    """Returns the steps of a graph that gather."""
+    return [s for s in graph.steps if isinstance(s.operation, GatherOutput)]
+
+
 def candidates(planner, least):
     """Finds the outputs that could be gathered to split another kernel.
 
@@ -125,7 +130,7 @@ def _dims_of(planner, value, classes):
 
 
 def _layers_before(planner):
-    """Returns a dict of the path of a layer to that of the layer before."""
+    """Returns a dict: path of a layer -> path of the layer that it reads."""
     made_by = {v.index: path for path, _, v in planner.graph.layer_outputs}
     found = {}
     for step in planner.graph.steps:
@@ -171,14 +176,13 @@ def _split_by_gathers(planner):
     The output of such a layer is gathered in each of its calls.
     """
     calls, kernels = collections.Counter(), {}
-    for step in planner.graph.steps:
-        if isinstance(step.operation, GatherOutput):
-            calls[step.path] += 1
-            kernels[step.path] = {
-                path
-                for path in step.operation.kernels
-                if not planner.is_whole(path)
-            }
+    for step in steps_of(planner.graph):
+        calls[step.path] += 1
+        kernels[step.path] = {
+            path
+            for path in step.operation.kernels
+            if not planner.is_whole(path)
+        }
     calls.subtract(step.path for step in planner.gathering())
     return {
         path: split

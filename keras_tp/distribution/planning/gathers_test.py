@@ -40,9 +40,10 @@ def test_a_kernel_is_split_although_its_output_is_needed_whole():
     solution = solved(model)
     assert split(solution) == {"dense_0/kernel": 1}
     assert solution.choices["dense_0/bias"].dim == 0
-    ((path, value, is_scattered),) = solution.gathers
-    assert (path, value.shape[1:], is_scattered) == ("dense_0", (32,), False)
-    assert solution.split_dim(value) is None
+    ((path, tensor, dim, is_scattered),) = solution.gathers
+    assert (path, tensor.shape[1:], dim) == ("dense_0", (32,), 1)
+    assert not is_scattered
+    assert solution.split_dim(tensor) is None
     why = solution.choices["dense_0/kernel"].why
     assert why == solver.COLUMN + solver.GATHERED
     # What stays whole says why, as without a gather.
@@ -118,8 +119,8 @@ def test_a_table_that_is_sliced_is_gathered_without_a_batch():
     model = keras.Model(inputs, layers.LayerNormalization()(x))
     solution = solved(model)
     assert solution.choices["positions/table"].dim == 1
-    ((path, value, _),) = solution.gathers
-    assert (path, value.shape) == ("positions", (1, 8, 16))
+    ((path, tensor, dim, _),) = solution.gathers
+    assert (path, tensor.shape, dim) == ("positions", (1, 8, 16), 2)
 
 
 def test_the_layer_before_a_kernel_that_reads_blocks_is_gathered():
@@ -135,7 +136,11 @@ def test_the_layer_before_a_kernel_that_reads_blocks_is_gathered():
     assert without.dim is None and without.why.endswith(solver.DISAGREES)
     solution = solved(model)
     assert gathered(solution) == ["both", "after"]
+    # Of blocks, none is split in one piece.
+    assert [g.dim for g in solution.gathers] == [None, 3]
     assert solution.choices["after/kernel"].dim == 3
+    # That of their own layer is not.
+    assert solver.GATHERED not in solution.choices["part_0/kernel"].why
     assert not any(
         choice.why.endswith(solver.DISAGREES)
         for choice in solution.choices.values()

@@ -109,6 +109,7 @@ class Graph:
         layer_outputs: List of `(path, position, value)` for each call of a
             layer that has no layers inside: the `Value` that it returned, and
             the number of steps before that.
+        returned: Set of the indices of all `Value`s that a layer returned.
     """
 
     def __init__(self, name, batch, length):
@@ -123,6 +124,7 @@ class Graph:
         self.length = length
         self.leaves = {}
         self.layer_outputs = []
+        self.returned = set()
 
     @functools.cached_property
     def lengths(self):

@@ -73,7 +73,13 @@ def read(text):
         split_outputs=[cost.Size(*size) for size in data["split_outputs"]],
         without_rule=data["without_rule"],
         gathers=[
-            PlannedGather(**{**row, "size": cost.Size(*row["size"])})
+            PlannedGather(
+                **{
+                    **row,
+                    "axes": tuple(row["axes"]),
+                    "size": cost.Size(*row["size"]),
+                }
+            )
             for row in data.get(_GATHERS, ())
         ],
     )
@@ -178,8 +184,10 @@ def _check(data):
         paths.add(row["path"])
     for where, row in _rows("reductions", data["reductions"]):
         _check_reduction(where, row)
-    for where, row in _rows(_GATHERS, data.get(_GATHERS, [])):
-        _check_gather(where, row)
+    if _GATHERS in data:
+        _need(data[_GATHERS], _GATHERS, "a list with rows", data[_GATHERS])
+        for where, row in _rows(_GATHERS, data[_GATHERS]):
+            _check_gather(where, row, axis)
 
 
 def _checked_mesh(mesh):
@@ -249,12 +257,17 @@ def _check_reduction(where, row):
     _check_size(f"{where}.size", row["size"])
 
 
-def _check_gather(where, row):
-    _check_fields(where, row, "path", "rank", "is_scattered", "size")
+def _check_gather(where, row, axis):
+    _check_fields(where, row, "path", "axes", "is_scattered", "size")
     _check_types(where, row, path=str, is_scattered=bool)
+    axes = row["axes"]
     _need(
-        _is_int(row["rank"], 2) and row["rank"] <= _MOST_POWER,
-        *(f"{where}.rank", "2 or more", row["rank"]),
+        isinstance(axes, list)
+        and len(axes) >= 2
+        and all(entry is None or entry == axis for entry in axes)
+        and len([entry for entry in axes if entry is not None]) <= 1
+        and axes[0] is None,
+        *(f"{where}.axes", f"nulls, and {axis!r} once at most", axes),
     )
     _check_size(f"{where}.size", row["size"])
 

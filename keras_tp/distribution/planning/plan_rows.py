@@ -4,6 +4,7 @@ import collections
 import math
 
 from keras_tp.distribution.planning import cost
+from keras_tp.distribution.tensor_layout import TensorLayout
 from keras_tp.distribution.tensor_layout import layout_with
 
 # In the reason of a row.
@@ -79,25 +80,27 @@ class PlannedReduction(
 
 
 class PlannedGather(
-    collections.namedtuple("PlannedGather", "path rank is_scattered size")
+    collections.namedtuple("PlannedGather", "path axes is_scattered size")
 ):
     """The output of a layer that is gathered in every forward pass.
 
     Args:
         path: String, path of the layer.
-        rank: Int, number of dims of the output. The first is the batch, unless
-            the output is made of variables alone, as an embedding of positions.
-        is_scattered: Boolean. Whether its gradient is a sum over the devices,
-            of which each needs its part: a reduce-scatter in a training step.
+        axes: Tuple with `None` or the mesh axis that splits the output before,
+            for each dim. All are `None` if it consists of split blocks. The
+            first dim is the batch, unless the output is made of variables
+            alone, as an embedding of positions.
+        is_scattered: Boolean. Whether its gradient is a sum over the devices.
+            Each needs a part of the sum: a reduce-scatter in a training step.
         size: `Size` in bytes of the whole output.
     """
 
-    @property
-    def output_path(self):
-        """The path of the output, as a `LayoutMap` names it."""
-        return f"{self.path}/output"
-
-    def axes(self, batch_axis):
-        """Returns the axes of a layout: all dims whole but the batch."""
+    def layout(self, device_mesh, batch_axis):
+        """Returns a `TensorLayout`: all dims are whole except for the batch."""
         first = batch_axis if self.size.batch else None
-        return (first, *[None] * (self.rank - 1))
+        axes = (first, *[None] * (len(self.axes) - 1))
+        layout = TensorLayout(axes, device_mesh)
+        if any(self.axes):
+            before = (first, *self.axes[1:])
+            layout.gathered_from = TensorLayout(before, device_mesh)
+        return layout

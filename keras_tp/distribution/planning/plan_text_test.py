@@ -59,7 +59,7 @@ def test_page_escapes_names_and_marks_dims():
 
 def test_outputs_that_are_gathered():
     rows = [variable(f"{name}/kernel") for name in ("up", "down")]
-    gathers = [PlannedGather("up", 2, False, cost.Size(64, 1, 0))]
+    gathers = [PlannedGather("up", (None, "model"), False, cost.Size(64, 1, 0))]
     made = plan(rows, [], gathers)
     text = " ".join(plan_text.table(made).split())
     assert "in a training step, 1 outputs gathered." in text

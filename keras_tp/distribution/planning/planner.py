@@ -73,8 +73,8 @@ def plan_graph(
     solution, variables = solve(gather_outputs=gather_outputs)
     instead = {}
     if not (uneven and in_blocks):
-        gathered = solution.gathered
-        _, rows = solve(uneven=uneven, in_blocks=in_blocks, gathered=gathered)
+        inserted = solution.inserted
+        _, rows = solve(uneven=uneven, in_blocks=in_blocks, inserted=inserted)
         instead = {
             row.path: row
             for row, planned in zip(rows, variables)
@@ -105,10 +105,15 @@ def plan_graph(
         without_rule=solution.unknown,
         gathers=[
             PlannedGather(
-                *(path, value.ndim, is_scattered),
-                size=cost.size_of(value, graph),
+                path=g.path,
+                axes=tuple(
+                    axis if dim == g.dim else None
+                    for dim in range(g.tensor.ndim)
+                ),
+                is_scattered=g.is_scattered,
+                size=cost.size_of(g.tensor, graph),
             )
-            for path, value, is_scattered in solution.gathers
+            for g in solution.gathers
         ],
     )
     return arguments, instead

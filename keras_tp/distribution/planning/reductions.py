@@ -118,13 +118,17 @@ def of(planner, unsummed):
 
 
 def _views(graph):
-    """Returns a dict: index of a reshaped value -> index of the original."""
+    """Returns a dict: index of a reshaped value -> index of the original.
+
+    The gradient of a layer's output is summed before it is reshaped.
+    """
     found = {}
     for step in graph.steps:
         if step.kind in _VIEWS and len(step.inputs) == 1:
             index = step.inputs[0].index
             for value in step.outputs:
-                found[value.index] = found.get(index, index)
+                if value.index not in graph.returned:
+                    found[value.index] = found.get(index, index)
     return found
 
 

@@ -19,6 +19,20 @@ class Choice(
     """
 
 
+class Gather(
+    collections.namedtuple("Gather", ["path", "tensor", "dim", "is_scattered"])
+):
+    """The output of a layer that is gathered.
+
+    Args:
+        path: String, path of the layer.
+        tensor: `Value`, the whole output.
+        dim: Int, the dim that is split before; `None` if parts of it are not
+            of one size, or not in one piece.
+        is_scattered: Boolean. Whether its gradient is reduce-scattered.
+    """
+
+
 class Solution:
     """The outcome for a graph and a number of devices.
 
@@ -27,12 +41,12 @@ class Solution:
         reductions: List of `Reduction`, in the order of the steps that cause
             them.
         split_dim: Function of a `Value` that returns its split dim, or `None`.
-        gathers: List of `(path, value, is_scattered)` for each output of a
-            layer that is gathered; whether its gradient is reduce-scattered.
+        gathers: List of `Gather`.
         unknown: Dict of each kind of step without a rule to the path of its
             first layer.
         graph: The `Graph` of these choices, in which some steps gather.
-        gathered: Dict of layers to the gathers that were inserted.
+        inserted: Dict of the path of a layer to the gathers that were inserted
+            after its calls.
     """
 
     def __init__(self, choices, reductions, split_dim, gathers, unknown, graph):
@@ -42,4 +56,4 @@ class Solution:
         self.gathers = gathers
         self.unknown = unknown
         self.graph = graph
-        self.gathered = {}
+        self.inserted = {}

@@ -17,6 +17,7 @@ from keras_tp.distribution.planning import reductions
 from keras_tp.distribution.planning.dim_groups import Classes
 from keras_tp.distribution.planning.plan_rows import NOT_PREDICTED
 from keras_tp.distribution.planning.solution import Choice
+from keras_tp.distribution.planning.solution import Gather
 from keras_tp.distribution.planning.solution import Solution
 from keras_tp.distribution.tensor_layout import format_bytes
 
@@ -57,7 +58,7 @@ def solve(
     uneven=True,
     in_blocks=True,
     gather_outputs=None,
-    gathered=None,
+    inserted=None,
 ):
     """Chooses a split for every variable of a graph.
 
@@ -76,8 +77,8 @@ def solve(
             to `True`.
         gather_outputs: Int, the least bytes of a kernel for which the output
             of its layer may be gathered. Defaults to `None`: none is.
-        gathered: Dict, the `Solution.gathered` of another solution for this
-            graph, instead. Defaults to `None`.
+        inserted: Dict, the `Solution.inserted` of another solution for this
+            graph: these outputs are gathered. Defaults to `None`.
 
     Returns:
         A `Solution`.
@@ -90,8 +91,8 @@ def solve(
         more = gathers.inserted(graph, found)
         return _Planner(more, *arguments, without=planner)
 
-    if gathered:
-        return gathering(gathered).solution()
+    if inserted:
+        return gathering(inserted).solution()
     found = {}
     if gather_outputs is not None:
         found = gathers.candidates(planner, gather_outputs)
@@ -100,7 +101,7 @@ def solve(
         more_split = other.solution()
         needed = gathers.needed(other)
         if needed == set(found):
-            more_split.gathered = found
+            more_split.inserted = found
             return more_split
         found = {path: found[path] for path in found if path in needed}
     return solution
@@ -116,8 +117,9 @@ class _Planner(Classes):
         uneven: Boolean, as for `solve`.
         in_blocks: Boolean, as for `solve`.
         without: The planner for the same graph without gathers, after it has
-            chosen, if steps of this graph gather. Variables that are whole
-            there stay whole, except for those of the kernels' layers.
+            chosen, if steps of this graph gather. A variable that is whole
+            there stays whole, unless it is in the layer of a kernel for which
+            an output is gathered.
     """
 
     def __init__(self, graph, count, forced, uneven, in_blocks, without=None):
@@ -129,19 +131,9 @@ class _Planner(Classes):
         self._gathered_classes = {
             self.class_of(node)[0] for node, _ in self.dims.gathers
         }
-        gathering = [
-            (path, step.path)
-            for step in graph.steps
-            if isinstance(step.operation, gathers.GatherOutput)
-            for path in step.operation.kernels
-        ]
-        self._to_split = {path.rpartition("/")[0] for path, _ in gathering}
-        # The output of their own layer is gathered.
-        self._columns = {
-            path
-            for path, layer in gathering
-            if path.rpartition("/")[0] == layer
-        }
+        steps = gathers.steps_of(graph)
+        self._gathered_layers = {step.path for step in steps}
+        self._to_split = {k for step in steps for k in step.operation.kernels}
         self._sources = {}
         for step in graph.steps:
             if len(step.inputs) == 1 and self.dims.is_weight(step.inputs[0]):
@@ -169,23 +161,29 @@ class _Planner(Classes):
             }
         self.choices = choices
         sums, scattered = reductions.of(self, not_summed)
-        outputs = [(step.path, step.outputs[0]) for step in self.gathering()]
         return Solution(
             choices,
             sums,
             self._split_dim,
-            [(path, v, v.index in scattered) for path, v in outputs],
+            [self._gather(step, scattered) for step in self.gathering()],
             self.dims.unknown,
             self.graph,
         )
+
+    def _gather(self, step, scattered):
+        before, tensor = step.inputs[0], step.outputs[0]
+        dim = self._split_dim(before)
+        _, blocks = self.class_of((before.index, dim))
+        if blocks > 1 or before.shape[dim] % self.count:
+            dim = None
+        return Gather(step.path, tensor, dim, tensor.index in scattered)
 
     def gathering(self):
         """Returns the steps that gather a split output of a layer."""
         return [
             step
-            for step in self.graph.steps
-            if isinstance(step.operation, gathers.GatherOutput)
-            and self._split_dim(step.inputs[0]) is not None
+            for step in gathers.steps_of(self.graph)
+            if self._split_dim(step.inputs[0]) is not None
             and self._split_dim(step.outputs[0]) is None
         ]
 
@@ -213,12 +211,13 @@ class _Planner(Classes):
 
     def _may_split(self, path, root):
         """Returns whether gathers of outputs allow a split of a variable."""
-        if path in self._columns:
+        layer = path.rpartition("/")[0]
+        if path in self._to_split and layer in self._gathered_layers:
             return root in self._gathered_classes
         return (
             self._without is None
             or not self._without.is_whole(path)
-            or path.rpartition("/")[0] in self._to_split
+            or layer in {path.rpartition("/")[0] for path in self._to_split}
         )
 
     def _may_go(self, path, root, free):
@@ -384,7 +383,8 @@ class _Planner(Classes):
         why = self._uses.get(
             (value.index, root), "split with the dims it is combined with"
         )
-        why += GATHERED * (root in self._gathered_classes)
+        layer = value.path.rpartition("/")[0]
+        why += GATHERED * (layer in self._gathered_layers)
         return why + SHARED_HEADS * (root in self.coarse)
 
     def _find_uses(self):

@@ -271,9 +271,12 @@ class _Tracer:
         )
 
     def note_output(self, layer, outputs):
-        """Records the output of a layer that has no layers inside."""
+        """Records the output of a layer, in order if none is inside of it."""
         value = self.value_of.get(id(outputs))
-        if value is not None and not layer._layers:
+        if value is None:
+            return
+        self.graph.returned.add(value.index)
+        if not layer._layers:
             position = len(self.graph.steps)
             self.graph.layer_outputs.append((self.path(), position, value))
 
