@@ -60,6 +60,14 @@ def one_key_head(x):
     return layers.LayerNormalization(name="norm")(x)
 
 
+def concatenated(x):
+    """What is concatenated is gathered before: parts of each are split."""
+    towers = [layers.Dense(32, name=name)(x) for name in "ab"]
+    x = layers.Concatenate(name="both")([layers.ReLU()(x) for x in towers])
+    x = layers.Dense(WIDTH, name="down")(x)
+    return layers.LayerNormalization(name="norm")(x)
+
+
 class Two(layers.Layer):
     """Two kernels read one tensor, one of them behind a reshape."""
 
@@ -103,6 +111,7 @@ MODELS = {
     convolution: ["conv"],
     positions: ["positions"],
     one_key_head: ["gqa/key", "gqa/value"],
+    concatenated: ["re_lu", "re_lu_1", "down"],
     reshaped: ["open", "two/a", "two/b"],
     reshaped_by_a_layer: ["open", "a", "b"],
 }
@@ -246,6 +255,33 @@ def test_a_layout_map_of_the_plan():
         model, _, (x, y) = trained(dense)
     counted = distribution.count_collectives(model, x, y)
     assert counted["all_gather"] == plan.collectives(8)["all_gather"]
+
+
+def test_a_plan_for_layers_of_other_names():
+    """Keras numbers a layer without a name anew; its kernels have names."""
+
+    def build():
+        inputs = keras.Input((LENGTH, WIDTH))
+        parts = [layers.Dense(WIDTH, name=n)(inputs) for n in ("a", "b")]
+        x = layers.Concatenate()([layers.ReLU()(part) for part in parts])
+        x = layers.Dense(WIDTH, name="down")(x)
+        return keras.Model(inputs, layers.LayerNormalization(name="norm")(x))
+
+    keras.utils.clear_session()
+    mesh = harness.mesh(harness.fitted((1, 2)))
+    plan = distribution.plan_sharding(build, mesh, gather_outputs=0)
+    assert [row.path for row in plan.gathers] == ["re_lu", "re_lu_1", "down"]
+    x = np.zeros((2, LENGTH, WIDTH), "float32")
+    with TensorParallel(plan=plan, strict=True).scope():
+        build().predict(x, verbose=0)
+        model = build()
+        assert "re_lu" not in {layer.name for layer in model.layers}
+        with pytest.raises(ValueError, match="2 layer.*give these layers a na"):
+            model.predict(x, verbose=0)
+    with TensorParallel(plan=plan).scope():
+        model = build()
+        with pytest.warns(match="2 layer.*Received: .'re_lu', 're_lu_1'"):
+            model.predict(x, verbose=0)
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="two axes need four devices")

@@ -1,5 +1,6 @@
 """The distribution whose layouts come from a plan."""
 
+import re
 import warnings
 import weakref
 
@@ -307,6 +308,7 @@ class TensorParallel(ModelParallel):
             if self._strict:
                 raise ValueError(message)
             warnings.warn(message, stacklevel=2)
+        self._check_gathers(model)
         if large and self._strict:
             raise ValueError(
                 f"{len(large)} large variable(s) of model {model.name!r} are "
@@ -314,6 +316,29 @@ class TensorParallel(ModelParallel):
                 "in `overrides` with a layout of Nones. Received: "
                 f"{'; '.join(large)}"
             )
+
+    def _check_gathers(self, model):
+        """Warns if the plan gathers the output of a layer that is not there."""
+        if not (self._is_given and self.plan.gathers):
+            return
+        dead = self._layout_map.report(model).dead
+        missing = [
+            row.path
+            for row in self.plan.gathers
+            if re.escape(f"{row.path}/output") in dead
+        ]
+        if not missing:
+            return
+        message = (
+            f"The plan gathers the output of {len(missing)} layer(s) that are "
+            f"not in model {model.name!r}. Results are correct, but more is "
+            "communicated than the plan predicts. Keras numbers layers without "
+            "a name anew when a model is built again: give these layers a "
+            f"name, then plan the model again. Received: {missing[:5]}"
+        )
+        if self._strict:
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=2)
 
 
 ShardingPlan._distribution_class = TensorParallel

@@ -74,9 +74,10 @@ def candidates(planner, least):
         if not (is_large and path in calls and planner.is_whole(kernel.path)):
             continue
         found[path].append((kernel, _columns(planner, kernel)))
-        if kernel.path in planner.disagreeing and path in before:
+        if kernel.path in planner.disagreeing:
             classes = _classes(planner, kernel) & planner.classes_taken
-            found[before[path]].append((kernel, classes))
+            for layer in before.get(path, ()):
+                found[layer].append((kernel, classes))
     made = {
         path: _of_calls(planner, calls[path], kernels)
         for path, kernels in found.items()
@@ -130,13 +131,33 @@ def _dims_of(planner, value, classes):
 
 
 def _layers_before(planner):
-    """Returns a dict: path of a layer -> path of the layer that it reads."""
-    made_by = {v.index: path for path, _, v in planner.graph.layer_outputs}
+    """Returns a dict: path of a layer -> paths of the layers that it reads.
+
+    Outputs that are concatenated are gathered before: the devices then hold
+    parts of each, and no part of the whole.
+    """
+    graph, is_weight = planner.graph, planner.dims.is_weight
+    made_by = {v.index: path for path, _, v in graph.layer_outputs}
+    step_of = {v.index: step for step in graph.steps for v in step.outputs}
+
+    def is_in_blocks(value):
+        pairs = [(value.index, i) for i, n in enumerate(value.shape) if n > 1]
+        return any(planner.class_of(pair)[1] > 1 for pair in pairs)
+
+    def makers(value):
+        step = step_of.get(value.index)
+        if step is not None and is_in_blocks(value):
+            inputs = [x for x in step.inputs if not is_weight(x)]
+            if len(inputs) > 1 or any(map(is_in_blocks, inputs)):
+                found = [makers(x) for x in inputs]
+                return sum(found, []) if all(found) else []
+        return [made_by[value.index]] if value.index in made_by else []
+
     found = {}
-    for step in planner.graph.steps:
+    for step in graph.steps:
         for value in step.inputs:
             if value.index in made_by and made_by[value.index] != step.path:
-                found.setdefault(step.path, made_by[value.index])
+                found.setdefault(step.path, makers(value))
     return found
 
 

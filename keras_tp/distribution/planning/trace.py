@@ -243,14 +243,12 @@ class _Tracer:
         return value
 
     def path(self):
-        """Returns the path of the innermost layer; its name if unbuilt."""
+        """Returns the path of the innermost layer."""
         if not self.around:
             return ""
-        *outer, layer = self.around
-        if layer.path:
-            return layer.path
-        parents = [parent.path for parent in outer if parent.path]
-        return "/".join([*parents[-1:], layer.name])
+        layer = self.around[-1]
+        # A layer without variables may have no path.
+        return layer.path or f"{layer._parent_path}/{layer.name}".lstrip("/")
 
     def record(self, operation, args, kwargs, outputs, layer=None):
         args, kwargs = tree.map_structure(self.encoded, (args, kwargs))
