@@ -428,6 +428,23 @@ def test_formats_without_a_store_have_digests(kind, trained, tmp_path):
     assert_same(loaded(), saved)
 
 
+def test_each_value_has_a_digest(trained, tmp_path):
+    """A tool may copy a file without the digest of all its bytes."""
+    saved = tmp_path / "a.weights.h5"
+    trained.save_weights(saved)
+    path = harness.own_folder(tmp_path) / "copy.weights.h5"
+    with h5py.File(saved) as file, h5py.File(path, "w") as copy:
+        copy.attrs.update(file.attrs)
+        for name in file:
+            file.copy(name, copy)
+    trained.load_weights(path)
+    fit(trained, epochs=1)
+    with h5py.File(path, "r+") as copy:
+        copy["layers/dense/vars/1"][0] += 1
+    with refused(trained, path):
+        trained.load_weights(path)
+
+
 def test_values_are_not_read_once_more_for_digests(tmp_path, monkeypatch):
     def read(dataset):
         raise AssertionError(f"{dataset.name} is read again")

@@ -10,6 +10,7 @@ split outputs that are concatenated. Then the layer before is gathered.
 """
 
 import collections
+import itertools
 
 from keras import tree
 
@@ -137,27 +138,25 @@ def _layers_before(planner):
     parts of each, and no part of the whole.
     """
     graph, is_weight = planner.graph, planner.dims.is_weight
+    makers = {v.index: [path] for path, _, v in graph.layer_outputs}
     made_by = {v.index: path for path, _, v in graph.layer_outputs}
-    step_of = {v.index: step for step in graph.steps for v in step.outputs}
 
     def is_in_blocks(value):
         pairs = [(value.index, i) for i, n in enumerate(value.shape) if n > 1]
         return any(planner.class_of(pair)[1] > 1 for pair in pairs)
 
-    def makers(value):
-        step = step_of.get(value.index)
-        if step is not None and is_in_blocks(value):
-            inputs = [x for x in step.inputs if not is_weight(x)]
-            if len(inputs) > 1 or any(map(is_in_blocks, inputs)):
-                found = [makers(x) for x in inputs]
-                return sum(found, []) if all(found) else []
-        return [made_by[value.index]] if value.index in made_by else []
-
     found = {}
     for step in graph.steps:
         for value in step.inputs:
-            if value.index in made_by and made_by[value.index] != step.path:
-                found.setdefault(step.path, makers(value))
+            if made_by.get(value.index, step.path) != step.path:
+                found.setdefault(step.path, makers[value.index])
+        inputs = [x for x in step.inputs if not is_weight(x)]
+        if len(inputs) < 2 and not any(map(is_in_blocks, inputs)):
+            continue
+        before = [makers.get(x.index, []) for x in inputs]
+        each = dict.fromkeys(itertools.chain(*before)) if all(before) else {}
+        for value in filter(is_in_blocks, step.outputs):
+            makers[value.index] = list(each)
     return found
 
 
