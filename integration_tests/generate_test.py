@@ -70,6 +70,24 @@ def test_tokens_are_those_of_one_device(name, shape):
     np.testing.assert_array_equal(generated(plain), expected)
 
 
+def test_the_distribution_of_the_model_is_entered():
+    parallel = distribution.TensorParallel(
+        harness.mesh(harness.fitted((2,)), ["model"])
+    )
+    with parallel.scope():
+        model = built("opt")
+    make, seen = model.make_generate_function, []
+
+    def noted():
+        seen.append(distribution.distribution())
+        return make()
+
+    model.make_generate_function = noted
+    generated(model)
+    assert seen == [parallel]
+    assert distribution.distribution() is None
+
+
 @harness.shapes((2, 2))
 def test_tokens_on_a_mesh_that_splits_the_batch(shape):
     expected = generated(built("llama_grouped"))

@@ -75,6 +75,32 @@ def test_a_model_that_is_loaded(kind, background, tmp_path):
     assert_same(state_of(loaded), state_of(model))
 
 
+class Grown(keras.layers.Dense):
+    """Has a variable more than when it was saved."""
+
+    is_grown = False
+
+    def build(self, shape):
+        super().build(shape)
+        if self.is_grown:
+            self.add_weight(shape=(2,), name="more")
+
+
+@pytest.mark.filterwarnings("ignore:No pattern of the LayoutMap")
+def test_a_variable_without_a_value(tmp_path, monkeypatch):
+    with scope():
+        inputs = keras.Input((6,))
+        outputs = keras.layers.Dense(4)(Grown(8, name="up")(inputs))
+        model = keras.Model(inputs, outputs)
+        model.compile("adam", "mse")
+        fit(model, tmp_path, save_on_background=False)
+        monkeypatch.setattr(Grown, "is_grown", True)
+        with pytest.raises(ValueError, match="up/more"):
+            keras.saving.load_model(
+                str(tmp_path), custom_objects={"Grown": Grown}
+            )
+
+
 @pytest.mark.filterwarnings("ignore:No pattern of the LayoutMap")
 def test_a_model_that_was_never_trained(tmp_path):
     # Its optimizer has no slots yet.

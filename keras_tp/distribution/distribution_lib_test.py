@@ -148,13 +148,24 @@ def test_the_distribution_is_entered_by_every_use_of_the_model(
         def save_own_variables(self, store):
             seen.append(dist.distribution())
 
+    def noted(name):
+        """A step as Keras has it, which begins before the model is called."""
+
+        def step(self, *args, **kwargs):
+            seen.append(dist.distribution())
+            return getattr(keras.Sequential, name)(self, *args, **kwargs)
+
+        return step
+
+    names = ("train_step", "test_step", "predict_step")
+    network = type("Network", (keras.Sequential,), {n: noted(n) for n in names})
     monkeypatch.setattr(
         "keras.src.export.export_saved_model",
         lambda *args, **kwargs: seen.append(dist.distribution()),
     )
 
     with own.scope():
-        model = keras.Sequential(
+        model = network(
             [keras.Input((6,)), layers.Dense(4, name="up"), Probe()]
         )
     x, y = data()
