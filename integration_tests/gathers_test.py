@@ -61,7 +61,7 @@ def one_key_head(x):
 
 
 def concatenated(x):
-    """What is concatenated is gathered before: parts of each are split."""
+    """Each part is gathered before the parts are concatenated."""
     towers = [layers.Dense(32, name=name)(x) for name in "ab"]
     x = layers.Concatenate(name="both")([layers.ReLU()(x) for x in towers])
     x = layers.Dense(WIDTH, name="down")(x)
@@ -258,7 +258,7 @@ def test_a_layout_map_of_the_plan():
 
 
 def test_a_plan_for_layers_of_other_names():
-    """Keras numbers a layer without a name anew; its kernels have names."""
+    """Each build gives a layer without a name another number."""
 
     def build():
         inputs = keras.Input((LENGTH, WIDTH))
@@ -276,7 +276,9 @@ def test_a_plan_for_layers_of_other_names():
         build().predict(x, verbose=0)
         model = build()
         assert "re_lu" not in {layer.name for layer in model.layers}
-        with pytest.raises(ValueError, match="2 layer.*give these layers a na"):
+        with pytest.raises(
+            ValueError, match="2 layer.*give these layers a name"
+        ):
             model.predict(x, verbose=0)
     with TensorParallel(plan=plan).scope():
         model = build()

@@ -74,8 +74,8 @@ TESTS = {
         "integration_tests/training_test.py",
     ),
 }
-# With `KERAS_TP_SLOW=1`, these try all functions and layers: for what the tests
-# above do not notice.
+# With `KERAS_TP_SLOW=1`, these try all functions and layers. They are run for
+# removals that the tests above do not notice.
 THOROUGH_TESTS = (
     "integration_tests/ops_test.py",
     "integration_tests/ops_layers_test.py",
@@ -388,11 +388,12 @@ def run_all(options, tests, only=None, **env):
     Args:
         options: The options of the command line.
         tests: Sequence of strings, the files.
-        only: List of strings, what is removed. Defaults to `None`, for all.
+        only: List of strings, the names to remove. Defaults to `None`, for
+            all names.
         env: Further variables of the environment.
 
     Returns:
-        Dict of what was removed to its result.
+        Dict of each name to its result.
     """
     folder = pathlib.Path(tempfile.mkdtemp(prefix="keras_tp_removals_"))
     (folder / "results.jsonl").touch()

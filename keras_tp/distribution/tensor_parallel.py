@@ -332,9 +332,9 @@ class TensorParallel(ModelParallel):
         message = (
             f"The plan gathers the output of {len(missing)} layer(s) that are "
             f"not in model {model.name!r}. Results are correct, but more is "
-            "communicated than the plan predicts. Keras numbers layers without "
-            "a name anew when a model is built again: give these layers a "
-            f"name, then plan the model again. Received: {missing[:5]}"
+            "communicated than the plan predicts. Keras gives layers without a "
+            "name other numbers each time a model is built: give these layers "
+            f"a name, and plan the model again. Received: {missing[:5]}"
         )
         if self._strict:
             raise ValueError(message)
