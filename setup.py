@@ -10,7 +10,7 @@ exec((ROOT / "keras_tp" / "version.py").read_text(), VERSION)
 BACKENDS = {
     "jax": ["jax>=0.7", "jaxlib>=0.7"],
     "tensorflow": ["tensorflow>=2.20"],
-    "torch": ["torch>=2.9"],
+    "torch": ["torch>=2.13"],
 }
 
 setup(

@@ -11,6 +11,8 @@ import keras
 # The hook tables name attributes of these Keras versions.
 MINIMUM_KERAS = (3, 15)
 NEXT_KERAS = (3, 16)
+# Keras's backend -> the first version of its package that is tested.
+MINIMUM_VERSIONS = {"jax": (0, 7), "tensorflow": (2, 20), "torch": (2, 13)}
 
 _ABSENT = object()
 _installed = []
@@ -134,15 +136,32 @@ def backend_row(module):
     )
 
 
-def check_keras_version():
-    """Raises `ImportError` if the hooks do not support this Keras version."""
-    version = tuple(int(part) for part in keras.__version__.split(".")[:2])
+def check_versions():
+    """Raises `ImportError` if keras_tp does not support what is installed.
+
+    That is, Keras and the package of its backend.
+    """
+    version = _version_of(keras)
     if not MINIMUM_KERAS <= version < NEXT_KERAS:
         raise ImportError(
             "keras_tp needs keras>=3.15,<3.16, because it replaces private "
             "attributes of that version. Run `pip install "
             f"'keras>=3.15,<3.16'`. Received: keras {keras.__version__}"
         )
+    name = keras.config.backend()
+    package = sys.modules.get(name)
+    minimum = MINIMUM_VERSIONS.get(name)
+    if package and minimum and _version_of(package) < minimum:
+        wanted = f"{name}>={minimum[0]}.{minimum[1]}"
+        raise ImportError(
+            f"keras_tp needs {wanted}. Run `pip install '{wanted}'`. Received: "
+            f"{name} {package.__version__}"
+        )
+
+
+def _version_of(package):
+    """Returns a tuple: the major and the minor version of a package."""
+    return tuple(int(part) for part in package.__version__.split(".")[:2])
 
 
 def install(table):
@@ -153,7 +172,7 @@ def install(table):
     """
     if _installed:
         return
-    check_keras_version()
+    check_versions()
     due = [(hook, hook.resolve()) for hook in table if hook.is_due()]
     _replace(due)
     _waiting.extend(hook for hook in table if not hook.is_due())

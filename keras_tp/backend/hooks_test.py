@@ -1,3 +1,5 @@
+import pathlib
+import re
 import sys
 import types
 
@@ -68,6 +70,27 @@ def test_other_versions_of_keras_are_refused(monkeypatch, version):
     for text in (version, "keras>=3.15,<3.16", "pip install"):
         assert text in str(e.value)
     assert not hooks.is_installed()
+
+
+OLD = {"jax": "0.6.2", "tensorflow": "2.19.1", "torch": "2.12.1+cpu"}
+
+
+def test_versions_of_the_framework_that_are_too_old_are_refused(monkeypatch):
+    name = keras.config.backend()
+    monkeypatch.setattr(sys.modules[name], "__version__", OLD[name])
+    with pytest.raises(ImportError, match="pip install") as e:
+        keras_tp.install()
+    major, minor = hooks.MINIMUM_VERSIONS[name]
+    for text in (OLD[name], f"'{name}>={major}.{minor}'"):
+        assert text in str(e.value)
+    assert not hooks.is_installed()
+
+
+def test_setup_asks_for_the_versions_that_are_checked():
+    text = pathlib.Path(__file__).parents[2].joinpath("setup.py").read_text()
+    for name, (major, minor) in hooks.MINIMUM_VERSIONS.items():
+        asked = re.findall(rf'"{name}>=([\d.]+)"', text)
+        assert asked and set(asked) == {f"{major}.{minor}"}
 
 
 def test_every_row_says_why_and_appears_once():
