@@ -60,6 +60,7 @@ SHARED = [
             "torch_ops",
             "torch_reading",
             "torch_shards",
+            "torch_whole",
             "torch_writing",
             "training",
             "uneven",

@@ -10,6 +10,7 @@ import functools
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
@@ -97,20 +98,69 @@ def _arguments(op, args, kwargs):
     return {**dict(zip(names, args)), **kwargs}
 
 
+# torch's numbers for the reductions of its losses.
+_NONE, _MEAN, _SUM = range(3)
+
+
 def loss(op, args, kwargs):
     """Runs a loss, or its gradient, that is one operation in torch.
 
-    A loss with a reduction is computed whole, because DTensor takes the mean
-    over one device's shard.
+    Each process adds up the samples of its shard. DTensor's mean is that of
+    one shard: it is wrong in the gradient, and for shards of several sizes.
     """
-    tensors = [t for t in (*args, *kwargs.values()) if torch.is_tensor(t)]
-    shape = max((t.shape for t in tensors), key=len)
-    alike = all(t.shape == shape for t in tensors)
-    # 0 stands for "none".
-    reduction = _arguments(op, args, kwargs).get("reduction", 1)
-    if reduction != 0 or not alike:
+    given = _arguments(op, args, kwargs)
+    tensors = [t for t in given.values() if torch.is_tensor(t)]
+    x = max(tensors, key=lambda t: t.ndim)
+    # A loss with a reduction has a gradient that is a number.
+    if any(t.shape != x.shape and t.ndim for t in tensors):
         return local_tensors.replicated(op, args, kwargs)
-    return pointwise(op, args, kwargs)
+    reduction = given.get("reduction", _MEAN)
+    mesh = local_tensors.mesh_of(args, kwargs)
+    first = next(
+        t for t in tensors if isinstance(t, DTensor) and t.shape == x.shape
+    )
+    placements = placement.summed(first.placements)
+    given = {
+        name: local_tensors.local_part(value, mesh, placements)
+        if torch.is_tensor(value) and value.shape == x.shape
+        else placement.to_full(value)
+        for name, value in given.items()
+    }
+    if reduction == _MEAN:
+        given["reduction"] = _SUM
+    local = op(**given)
+    if reduction == _MEAN:
+        local = local / x.numel()
+    if reduction == _NONE or op.name().partition(".")[0].endswith("_backward"):
+        return local_tensors.wrap_parts(local, mesh, placements, x.shape)
+    placements = [
+        Partial() if placed.is_shard() else placed for placed in placements
+    ]
+    return local_tensors.settled_parts(local, mesh, placements)
+
+
+def pool_backward(op, args, kwargs):
+    """Runs the gradient of a pooling on the shards.
+
+    Samples and channels stay split. The dims of the windows are gathered.
+    """
+    gradient, x, *_ = args
+    mesh = local_tensors.mesh_of(args, kwargs)
+    windows = int(op.name().partition("d_")[0][-1])
+    placements = [
+        placed
+        if placed.is_shard() and placed.dim < x.ndim - windows
+        else Replicate()
+        for placed in local_tensors.placements_of(x, mesh)
+    ]
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor,
+        lambda t: local_tensors.local_part(t, mesh, placements),
+        (args, kwargs),
+    )
+    return local_tensors.wrap_parts(
+        op(*args, **kwargs), mesh, placements, x.shape
+    )
 
 
 def pointwise(op, args, kwargs):
@@ -223,12 +273,7 @@ REPLICATED = {
         "col2im im2col unfold unfold_backward"
     ),
     "DTensor has no strategy for it, or none for its gradient": (
-        "_adaptive_avg_pool3d _adaptive_avg_pool3d_backward "
-        "adaptive_max_pool2d adaptive_max_pool2d_backward "
-        "adaptive_max_pool3d adaptive_max_pool3d_backward "
-        "avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward "
-        "max_pool3d_with_indices max_pool3d_with_indices_backward "
-        "native_group_norm native_group_norm_backward "
+        "native_group_norm_backward "
         "reflection_pad1d reflection_pad1d_backward "
         "reflection_pad2d reflection_pad2d_backward "
         "replication_pad1d replication_pad1d_backward "
@@ -291,6 +336,11 @@ _OPERATIONS = {
     ),
     along_dim: "cumprod cumsum logcumsumexp topk unbind.int",
     added_up: "amax amin prod prod.dim_int",
+    pool_backward: (
+        "_adaptive_avg_pool3d_backward adaptive_max_pool2d_backward "
+        "adaptive_max_pool3d_backward avg_pool2d_backward avg_pool3d_backward "
+        "max_pool3d_with_indices_backward"
+    ),
     index: "index.Tensor",
     select_backward: "select_backward",
     in_place: (

@@ -1,0 +1,175 @@
+"""Losses and pools of torch on split tensors, and writes from them."""
+
+import keras
+import pytest
+
+if keras.config.backend() != "torch":
+    pytest.skip("tensors of torch", allow_module_level=True)
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard
+
+from integration_tests import torch_ops_test
+from integration_tests.torch_ops_test import M
+from integration_tests.torch_ops_test import check
+from integration_tests.torch_ops_test import randn
+from integration_tests.torch_ops_test import whole
+from keras_tp import distribution
+from keras_tp.backend.torch import placement
+from keras_tp.backend.torch.collective_counter import CollectiveCounter
+
+mesh = torch_ops_test.mesh
+
+
+def placed(value, axes, mesh):
+    layout = distribution.TensorLayout(axes, mesh)
+    return distribution.distribute_tensor(value.clone(), layout)
+
+
+LOSSES = (
+    F.binary_cross_entropy_with_logits,
+    F.huber_loss,
+    F.mse_loss,
+    F.smooth_l1_loss,
+    F.soft_margin_loss,
+)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shape", [(4, 8), (5, 7)])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_losses_are_those_of_all_samples(loss, reduction, shape, dim, mesh):
+    """And with shards of several sizes."""
+
+    def run(x, y):
+        if isinstance(x, DTensor):
+            *others, _ = x.placements
+            placements = [*others, Shard(dim)]
+            x, y = (t.redistribute(placements=placements) for t in (x, y))
+        y = torch.sigmoid(y.detach())
+        y = torch.sign(y - 0.5) if loss is F.soft_margin_loss else y
+        return loss(x, y, reduction=reduction)
+
+    x, y = randn(*shape), randn(*shape[::-1]).T
+    counter = CollectiveCounter()
+    with counter:
+        check(run, [x, y], [whole(2)] * 2, mesh)
+    if reduction != "none":
+        # The loss itself. The gradient of `x` is gathered, as `x` is whole.
+        assert counter.total["all_reduce"] == [2, 2 * 4]
+        assert counter.total["all_gather"][0] == 2
+
+
+@pytest.mark.parametrize("tensors", [False, True], ids=["lists", "tensors"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ctc_loss(dim, tensors, mesh):
+    classes = torch.arange(12).reshape(4, 3) % 4 + 1
+    of_samples, of_classes = (8,) * 4, (3,) * 4
+    if tensors:
+        of_samples = torch.tensor(of_samples)
+        of_classes = torch.tensor(of_classes)
+    axes = [None, None, None]
+    axes[dim] = M
+    check(
+        lambda x: F.ctc_loss(
+            x.log_softmax(-1), classes, of_samples, of_classes
+        ),
+        [randn(8, 4, 5)],
+        [tuple(axes)],
+        mesh,
+    )
+
+
+POOLS = {
+    "adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x, 3),
+    "adaptive_max_pool3d": lambda x: F.adaptive_max_pool3d(x, 3),
+    "avg_pool3d": lambda x: F.avg_pool3d(x, 3, stride=1, padding=1),
+    "max_pool3d": lambda x: F.max_pool3d(x, 3, stride=1, padding=1),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 4])
+@pytest.mark.parametrize("name", POOLS)
+def test_pools_of_volumes(name, dim, mesh):
+    axes = [None] * 5
+    axes[dim] = M
+    counter = CollectiveCounter()
+    with counter:
+        check(POOLS[name], [randn(4, 4, 4, 4, 4)], [tuple(axes)], mesh)
+    if dim < 2:
+        # Those of the comparison: of values and gradients, twice.
+        assert counter.total["all_gather"][0] == 4
+
+
+TRUTHS = {
+    "as a number": lambda found: found * 1.0,
+    "as an integer": lambda found: found.int(),
+    "not": lambda found: (~found).int(),
+    "all": lambda found: (found == True).int(),  # noqa: E712
+}
+
+
+@pytest.mark.parametrize("of_all", [torch.any, torch.all])
+@pytest.mark.parametrize("limit", [-99.0, 0.0, 99.0])
+@pytest.mark.parametrize("axes", [(M, None), (None, M)])
+@pytest.mark.parametrize("use", TRUTHS)
+def test_truth_of_split_values(use, axes, limit, of_all, mesh):
+    """DTensor adds up the truths of the devices, to 2 of 2."""
+    check(
+        lambda x: TRUTHS[use](of_all(x.detach() > limit)),
+        [randn(4, 8)],
+        [axes],
+        mesh,
+    )
+
+
+MASK = torch.arange(32).reshape(4, 8) % 3 == 0
+INDEX = torch.tensor([3, 1])
+IN_PLACE = {
+    "add_": lambda x, y: x.add_(y),
+    "copy_": lambda x, y: x.copy_(torch.as_tensor(y)),
+    "div_": lambda x, y: x.div_(y),
+    "fill_": lambda x, y: x.fill_(_number(y)),
+    "index_fill_": lambda x, y: x.index_fill_(1, INDEX, _number(y)),
+    "index_put_": lambda x, y: x.index_put_((INDEX,), _row(y)),
+    "masked_fill_": lambda x, y: x.masked_fill_(MASK, _number(y)),
+    "mul_": lambda x, y: x.mul_(y),
+    "pow_": lambda x, y: x.pow_(y),
+    "sub_": lambda x, y: x.sub_(y),
+}
+
+
+def _number(y):
+    return y.max() if torch.is_tensor(y) else y
+
+
+def _row(y):
+    return y[0] if torch.is_tensor(y) else torch.tensor(y)
+
+
+VALUES = {
+    "plain": lambda x, mesh: x.sum(0),
+    "whole": lambda x, mesh: placed(x.sum(0), (None, None), mesh),
+    "split": lambda x, mesh: placed(x.sum(0), (None, M), mesh),
+    # Each process has a part of the sum.
+    "partial": lambda x, mesh: placed(x, (M, None, None), mesh).sum(0),
+    "number": lambda x, mesh: 2.0,
+}
+TARGETS = {
+    name: VALUES[name] for name in ("plain", "whole", "split", "partial")
+}
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_values_are_written_in_place(name, target, value, mesh):
+    x, y = randn(4, 4, 8).abs() + 0.5, randn(4, 8, 4).mT.abs() + 0.5
+    expected, given = x.sum(0), VALUES[value](y, mesh)
+    IN_PLACE[name](expected, placement.to_full(given))
+    found = TARGETS[target](x, mesh)
+    IN_PLACE[name](found, given)
+    torch.testing.assert_close(placement.to_full(found), expected)
