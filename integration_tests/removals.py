@@ -25,6 +25,7 @@ import itertools
 import json
 import os
 import pathlib
+import resource
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,7 @@ TESTS = {
         "integration_tests/torch_models_test.py",
         "integration_tests/torch_shards_test.py",
         "integration_tests/torch_reading_test.py",
+        "integration_tests/torch_whole_test.py",
         "integration_tests/torch_writing_test.py",
         "integration_tests/callbacks_test.py",
         "integration_tests/orbax_test.py",
@@ -82,6 +84,10 @@ THOROUGH_TESTS = (
 )
 # Seconds that one process waits for the others at the end of a test.
 PATIENCE = 120
+# Bytes of memory after which a process makes room for a new one, and how it
+# ends then. TensorFlow keeps what it compiled.
+ENOUGH = 5 * 2**30
+AGAIN = 75
 
 
 class Switchboard:
@@ -91,6 +97,7 @@ class Switchboard:
         removed: String, what is left out now; `None` while noting.
         reached: Dict of what can be removed to the ids of the tests that
             reached it and passed.
+        seconds: Dict of the ids of these tests to the time that each took.
         failed: String, id of the first test that failed in the last run, and
             `failure`, how it did; `None` if all passed.
     """
@@ -98,6 +105,7 @@ class Switchboard:
     def __init__(self):
         self.removed = None
         self.reached = collections.defaultdict(list)
+        self.seconds = {}
         self.failure = None
         self.failed = None
         self._now = set()
@@ -110,6 +118,7 @@ class Switchboard:
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" and report.passed:
+            self.seconds[report.nodeid] = report.duration
             for name in self._now:
                 self.reached[name].append(report.nodeid)
         if report.failed and self.failure is None:
@@ -279,6 +288,8 @@ def run_pytest(board, arguments):
     options = ["-q", "--tb=short", "-p", "no:cacheprovider"]
     if "RANK" in os.environ:
         options += ["-p", "integration_tests.torch_ranks"]
+        ranks = pathlib.Path(os.environ["KERAS_TP_RANK_FOLDER"])
+        ranks.mkdir(exist_ok=True)
     with contextlib.redirect_stdout(io.StringIO()):
         code = pytest.main([*options, *arguments], plugins=[board])
     return code == 0
@@ -305,16 +316,16 @@ def agreed(folder, step, outcome):
     return next((t for t in (p.read_text() for p in others) if t), "")
 
 
-def candidates(reached):
+def candidates(reached, seconds):
     """Returns a dict of what can be removed to the tests to try.
 
-    First those that reach the least else.
+    First those that are quick and reach little else.
     """
     breadth = collections.Counter(
         test for tests in reached.values() for test in tests
     )
     return {
-        name: sorted(set(tests), key=lambda t: (breadth[t], t))
+        name: sorted(set(tests), key=lambda t: (breadth[t] * seconds[t], t))
         for name, tests in reached.items()
     }
 
@@ -329,12 +340,15 @@ def child(options):
     notes = folder / "reached.json"
     if not notes.exists():
         run_pytest(board, options.tests)
+        if not any(board.reached.values()):
+            sys.exit("No test passed.")
         agreed(folder, "notes", "")
+        noted = {"reached": board.reached, "seconds": board.seconds}
         if first:
-            notes.with_suffix(".part").write_text(json.dumps(board.reached))
+            notes.with_suffix(".part").write_text(json.dumps(noted))
             notes.with_suffix(".part").rename(notes)
         agreed(folder, "noted", "")
-    tests = candidates(json.loads(notes.read_text()))
+    tests = candidates(**json.loads(notes.read_text()))
     results = folder / "results.jsonl"
     done = [
         json.loads(line)["name"] for line in results.read_text().splitlines()
@@ -369,6 +383,9 @@ def child(options):
             with results.open("a") as file:
                 print(json.dumps(found), file=file)
         agreed(folder, f"end_{len(done)}", "")
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if used > ENOUGH and "RANK" not in os.environ:
+            sys.exit(AGAIN)
 
 
 def parent(options):
@@ -395,7 +412,11 @@ def run_all(options, tests, only=None, **env):
     Returns:
         Dict of each name to its result.
     """
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="keras_tp_removals_"))
+    with tempfile.TemporaryDirectory(prefix="keras_tp_removals_") as folder:
+        return _run_all(options, tests, only, env, pathlib.Path(folder))
+
+
+def _run_all(options, tests, only, env, folder):
     (folder / "results.jsonl").touch()
     if only is not None:
         (folder / "only.json").write_text(json.dumps(only))
@@ -418,6 +439,8 @@ def run_all(options, tests, only=None, **env):
         )
         if ended.returncode == 0:
             break
+        if ended.returncode == AGAIN:
+            continue
         now = folder / "now"
         if not now.exists():
             sys.exit(ended.stdout[-3000:] + ended.stderr[-3000:])
