@@ -242,8 +242,12 @@ def _to_backend_mesh(device_mesh):
                 "and load it in a single process. All devices: "
                 f"{list_devices(kind)}. Received: devices={names}"
             )
-        return dtensor.create_distributed_mesh(dims, device_type=kind)
-    return dtensor.create_mesh(dims, devices=[name.upper() for name in names])
+        mesh = dtensor.create_distributed_mesh(dims, device_type=kind)
+    else:
+        names = [name.upper() for name in names]
+        mesh = dtensor.create_mesh(dims, devices=names)
+    placement.note_mesh(mesh, device_mesh)
+    return mesh
 
 
 def _to_backend_layout(tensor_layout):

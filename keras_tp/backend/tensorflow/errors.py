@@ -18,7 +18,8 @@ _UNSUPPORTED = re.compile(
     r"|not implemented|not supported|Unsupported"
     r"|EmitAllScatter|to be divisible by sharding|SPMD expansion"
     r"|layout propagation|missing layout|op requires|shape is not static"
-    r"|Rank for input|non-single-device|got a regular tensor",
+    r"|Rank for input|non-single-device|got a regular tensor"
+    r"|ComputeLayoutForward error",
     re.IGNORECASE,
 )
 # `DTensorLayout` is one of its own, beside the operation.
@@ -26,6 +27,8 @@ _OPERATION = re.compile(
     r"\"tf\.(?!DTensorLayout)(\w+)\"\(|'tf\.(?!DTensorLayout)(\w+)' op"
     r"|\[Op:(\w+)\]|op/function (\w+) got"
 )
+# Messages of a function that draws from a dataset.
+_DRAWS = re.compile(r"failed to merge mesh cluster|IteratorGetNext")
 _SHOWN = 3
 
 
@@ -41,6 +44,14 @@ def explained(function=None):
         yield
     except tf.errors.OpError as e:
         message = str(e.message)
+        if _DRAWS.search(message):
+            raise NotImplementedError(
+                "A function that runs on the devices of a mesh cannot contain "
+                "operations that have no place there, such as a loop over a "
+                "`tf.data.Dataset` or `next(iterator)`. Draw the batches "
+                "outside of it: `for batch in dataset: step(batch)`. Received: "
+                f"{_first_line(message)}"
+            ) from e
         found = _OPERATION.search(message)
         if found is None or not _UNSUPPORTED.search(message):
             raise

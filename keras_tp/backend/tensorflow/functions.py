@@ -23,12 +23,13 @@ class _Calls(threading.local):
 
     `depth` counts nested calls. `wanted` is the mesh and the batch axis that a
     function has to run on. `model` is a model that has to be built and planned
-    first, with its arguments.
+    first, with its arguments. `prepare` is a function that has to run first.
     """
 
     depth = 0
     wanted = None
     model = None
+    prepare = None
 
 
 _calls = _Calls()
@@ -39,18 +40,27 @@ class NeedsMeshError(Exception):
 
 
 class _Attempt:
-    """One call of a function; `NeedsMeshError` may end its trace."""
+    """One call of a function; `NeedsMeshError` may end its trace.
+
+    Args:
+        depth: Int, 1 for a user's own function, and 0 for a step of Keras.
+    """
+
+    def __init__(self, depth):
+        self._depth = depth
 
     def __enter__(self):
-        _calls.depth += 1
-        _calls.wanted = _calls.model = None
+        _calls.depth += self._depth
+        _calls.wanted = _calls.model = _calls.prepare = None
 
     def __exit__(self, *unused):
-        _calls.depth -= 1
+        _calls.depth -= self._depth
         self.wanted, self.model = _calls.wanted, _calls.model
-        _calls.wanted = _calls.model = None
+        self.prepare = _calls.prepare
+        _calls.wanted = _calls.model = _calls.prepare = None
         # Do not check the error's type: autograph may have replaced it.
-        return self.wanted is not None or self.model is not None
+        reasons = (self.wanted, self.model, self.prepare)
+        return any(reason is not None for reason in reasons)
 
 
 @around
@@ -61,16 +71,17 @@ def hook_call(original, self, /, *args, **kwargs):
     ends, its model is built and planned, and the function is traced again, on
     the mesh. A function with a DTensor argument runs there at once.
     """
-    if not placement.is_outermost():
+    if not tf.executing_eagerly():
         return original(self, *args, **kwargs)
-    if self not in _meshes:
+    is_outermost = placement.is_outermost()
+    if is_outermost and self not in _meshes:
         found = _mesh_of(args, kwargs)
         if found is not None:
             _meshes[self] = found
     while True:
-        attempt = _Attempt()
+        attempt = _Attempt(depth=int(is_outermost))
         with attempt:
-            if self not in _meshes:
+            if not is_outermost or self not in _meshes:
                 return original(self, *args, **kwargs)
             function = functools.partial(original, self)
             return boundary.call_on_mesh(
@@ -85,6 +96,24 @@ def hook_call(original, self, /, *args, **kwargs):
             _meshes[self] = attempt.wanted
         if attempt.model is not None:
             prepare(*attempt.model)
+        if attempt.prepare is not None:
+            run_before(attempt.prepare)
+
+
+def run_before(function):
+    """Runs a function without arguments, off the mesh.
+
+    In a trace, this ends the trace, which starts again afterwards.
+    """
+    if tf.executing_eagerly():
+        with placement.off_mesh():
+            function()
+        return
+    _calls.prepare = function
+    raise NeedsMeshError(
+        "State is moved to the devices of a mesh, and the function is traced "
+        "again."
+    )
 
 
 def note_model(model, args, kwargs):

@@ -46,6 +46,27 @@ TABLE = [
         "an assigned value gets the layout of the variable",
     ),
     Hook(
+        "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
+        (
+            *("assign", "assign_add", "assign_sub", "batch_scatter_update"),
+            *(
+                f"scatter_{name}"
+                for name in (
+                    *("add", "div", "max", "min", "mul", "sub", "update"),
+                    *("nd_add", "nd_max", "nd_min", "nd_sub", "nd_update"),
+                )
+            ),
+        ),
+        variables.hook_write,
+        "a variable that is not on the mesh does not change once per device",
+    ),
+    Hook(
+        "tensorflow.python.ops.stateful_random_ops:Generator",
+        "_skip_single_var",
+        variables.hook_skip,
+        "devices do not draw different numbers",
+    ),
+    Hook(
         "tensorflow.dtensor.python.dtensor_device:DTensorDevice",
         "_experimental_default_mesh",
         placement.hook_default_mesh,

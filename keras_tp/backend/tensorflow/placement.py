@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import weakref
 
 import numpy as np
 import tensorflow as tf
@@ -50,6 +51,20 @@ def _entered(current):
 def current_mesh():
     """Returns the mesh that `on_mesh` entered, or `None`."""
     return _state.current and _state.current[0]
+
+
+# Mesh of DTensor -> Keras's `DeviceMesh`.
+_device_meshes = weakref.WeakValueDictionary()
+
+
+def note_mesh(mesh, device_mesh):
+    """Notes the `DeviceMesh` that a mesh of DTensor was made for."""
+    _device_meshes[mesh] = device_mesh
+
+
+def device_mesh(mesh):
+    """Returns the `DeviceMesh` that a mesh of DTensor was made for."""
+    return _device_meshes[mesh]
 
 
 def batch_axis():

@@ -6,6 +6,7 @@ import weakref
 
 import numpy as np
 import tensorflow as tf
+from keras.src import backend as keras_backend
 from keras.src import tree
 from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.backend.tensorflow import trainer as keras_trainer
@@ -316,6 +317,9 @@ def _build(layer, args, kwargs):
 @around
 def hook_apply(original, self, grads, trainable_variables=None):
     """Makes embedding gradients dense, like the slots that they update."""
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+        _build_optimizer(self, trainable_variables)
     if not variables.is_distributed(self._iterations):
         return original(self, grads, trainable_variables)
     mesh = self._iterations._value.layout.mesh
@@ -328,6 +332,23 @@ def hook_apply(original, self, grads, trainable_variables=None):
             for gradient in grads
         ]
         return original(self, grads, trainable_variables)
+
+
+def _build_optimizer(optimizer, trainable_variables):
+    """Builds an optimizer that was made outside of the distribution.
+
+    A custom loop may do that. Its own state is moved to the mesh then.
+    """
+    if optimizer.built or variables.is_distributed(optimizer._iterations):
+        return
+    if not any(map(variables.is_distributed, trainable_variables)):
+        return
+
+    def build():
+        with keras_backend.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(trainable_variables)
+
+    functions.run_before(build)
 
 
 def _dense(gradient):

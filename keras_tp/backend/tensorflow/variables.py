@@ -4,12 +4,14 @@ import contextlib
 
 import numpy as np
 import tensorflow as tf
+from keras.src.distribution.distribution_lib import TensorLayout
 from keras.src.distribution.distribution_lib import distribution
 from keras.src.distribution.distribution_lib import set_distribution
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.hooks import around
 from keras_tp.backend.tensorflow import boundary
+from keras_tp.backend.tensorflow import functions
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
 
@@ -169,11 +171,13 @@ def exporting(model):
 @around
 def hook_initialize(original, self, value):
     """Gives each device its part of a variable's initial value."""
-    current = distribution()
+    current, on_mesh = distribution(), placement.current_mesh() is not None
     if isinstance(value, tf.Variable) or (
         current is None and self._layout is None
     ):
-        return original(self, value)
+        # As the global random state, which may be made while a step is traced.
+        with placement.off_mesh() if on_mesh else contextlib.nullcontext():
+            return original(self, value)
     with placement.off_mesh():
         # On the host, so that the values are the same as on one device.
         # The host's memory holds the whole variable meanwhile.
@@ -192,6 +196,7 @@ def hook_initialize(original, self, value):
 @around
 def hook_direct_assign(original, self, value):
     """Gives an assigned value the layout of its variable."""
+    _follow_to_mesh(self)
     if not is_distributed(self):
         return original(self, value)
     value = getattr(value, "_value", value)
@@ -202,6 +207,52 @@ def hook_direct_assign(original, self, value):
     elif not tf.executing_eagerly():
         value = tf.cast(value, self._value.dtype)
     self._value.assign(value)
+
+
+def _follow_to_mesh(variable):
+    """Moves a variable to the mesh on which it is about to change.
+
+    It was made outside of the distribution, such as a metric of a custom loop.
+    Each device would change a variable that is not on the mesh once.
+    """
+    mesh = placement.current_mesh()
+    value = variable._value
+    if mesh is None or (is_distributed(variable) and value.layout.mesh == mesh):
+        return
+    layout = TensorLayout(
+        [None] * len(value.shape), placement.device_mesh(mesh)
+    )
+    functions.run_before(lambda: relayout(variable, layout))
+
+
+@around
+def hook_write(original, self, /, *args, **kwargs):
+    """Refuses to change a plain `tf.Variable` on a mesh.
+
+    Each device would change it once.
+    """
+    if placement.current_mesh() is None or isinstance(self, dtensor.DVariable):
+        return original(self, *args, **kwargs)
+    raise NotImplementedError(
+        f"The `tf.Variable` {self.name!r} changes in a function that runs on "
+        "the devices of a mesh: each of them would change it once. Use a "
+        "`keras.Variable` instead, or change it outside of the function."
+    )
+
+
+@around
+def hook_skip(original, self, /, *args, **kwargs):
+    """Refuses draws of a `tf.random.Generator` on a mesh.
+
+    Each device would draw other numbers, and change its state once.
+    """
+    if placement.current_mesh() is None:
+        return original(self, *args, **kwargs)
+    raise NotImplementedError(
+        "A `tf.random.Generator` draws in a function that runs on the devices "
+        "of a mesh: each of them would draw other numbers. Use `keras.random` "
+        "with a `keras.random.SeedGenerator`."
+    )
 
 
 @around

@@ -385,8 +385,11 @@ def separable_conv2d(
 
 
 def bias_add(original, value, bias, data_format=None, name=None):
-    """Broadcasts a channels-first bias; DTensor would split the batch by it."""
-    if not _is_channels_first(data_format):
-        return original(value, bias, data_format, name)
-    shape = [1, -1] + [1] * (len(value.shape) - 2)
-    return value + tf.reshape(bias, shape)
+    """Adds a bias by broadcasting it.
+
+    DTensor would split the batch by a channels-first bias. It cannot run the
+    gradient of its own operation if the layouts of gradient and bias differ.
+    """
+    if _is_channels_first(data_format):
+        bias = tf.reshape(bias, [1, -1] + [1] * (len(value.shape) - 2))
+    return value + bias
