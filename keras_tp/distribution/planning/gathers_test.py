@@ -3,6 +3,7 @@ import pytest
 from keras import layers
 
 from keras_tp.distribution.planning import planner  # noqa: F401, the rules
+from keras_tp.distribution.planning import reasons
 from keras_tp.distribution.planning import solver
 from keras_tp.distribution.planning import trace
 
@@ -45,7 +46,7 @@ def test_a_kernel_is_split_although_its_output_is_needed_whole():
     assert not is_scattered
     assert solution.split_dim(tensor) is None
     why = solution.choices["dense_0/kernel"].why
-    assert why == solver.COLUMN + solver.GATHERED
+    assert why == reasons.COLUMN + reasons.GATHERED
     # What stays whole says why, as without a gather.
     assert "normalized" in solution.choices["norm_0/gamma"].why
 
@@ -133,14 +134,14 @@ def test_the_layers_before_a_kernel_that_reads_blocks_are_gathered():
     model = keras.Model(inputs, layers.LayerNormalization()(x))
     graph = trace.trace(model)
     without = solver.solve(graph, 4).choices["after/kernel"]
-    assert without.dim is None and without.why.endswith(solver.DISAGREES)
+    assert without.dim is None and without.why.endswith(reasons.DISAGREES)
     solution = solved(model)
     # A device has a part of each, which is no part of the whole.
     assert gathered(solution) == ["part_0", "part_1", "after"]
     assert [g.dim for g in solution.gathers] == [3, 3, 3]
     assert solution.choices["after/kernel"].dim == 3
     assert not any(
-        choice.why.endswith(solver.DISAGREES)
+        choice.why.endswith(reasons.DISAGREES)
         for choice in solution.choices.values()
     )
 

@@ -6,7 +6,7 @@ from keras import layers
 from integration_tests import small_models
 from keras_tp import distribution
 from keras_tp.distribution.planning import planner
-from keras_tp.distribution.planning import solver
+from keras_tp.distribution.planning import reasons
 from keras_tp.distribution.planning import trace
 
 
@@ -517,7 +517,7 @@ def test_a_registered_rule():
 
 def test_overrides_take_their_pair_along():
     plan = plan_of(residual, overrides={"up_0/kernel": (None, None)})
-    assert plan["up_0/kernel"].why == "override" + solver.DISAGREES
+    assert plan["up_0/kernel"].why == "override" + reasons.DISAGREES
     assert not plan["up_0/kernel"].is_split
     assert "up_1/kernel" in split(plan)
     # The cheapest first would be another: what is forced decides.

@@ -51,7 +51,43 @@ def not_summed(planner):
             if node[1] is None or planner.class_of(node)[0] != root:
                 indices.add(k)
                 paths.add(variable.path)
+    held, needed = _held_split(planner), _before_a_gradient(planner.graph)
+    for partial in planner.dims.partials:
+        root, _ = planner.class_of(partial.node)
+        if partial.backward or root not in planner.classes_taken:
+            continue
+        around = [*partial.step.inputs, *partial.step.variables]
+        for value in partial.step.inputs:
+            # The factor is whole: the backward pass gathers its gradient.
+            if value.index in needed - held.keys() and _has_class(
+                planner, value, root
+            ):
+                paths.update(
+                    variables[planner.source(v)].path
+                    for v in around
+                    if planner.source(v) in variables and v.index in held
+                )
     return indices, paths
+
+
+def _held_split(planner):
+    """Returns the indices of the values of which each device makes a part.
+
+    A value may have a dim that is split elsewhere, and be made whole.
+    """
+    held = {}
+    for variable in planner.graph.variables:
+        dim = planner.split_of(variable.path)
+        if dim is not None:
+            held[variable.index] = planner.class_of((variable.index, dim))[0]
+    for step in planner.graph.steps:
+        around = [*step.inputs, *step.variables]
+        found = {held[value.index] for value in around if value.index in held}
+        for value in step.outputs:
+            roots = [r for r in found if _has_class(planner, value, r)]
+            if roots:
+                held[value.index] = min(roots)
+    return held
 
 
 def _has_class(planner, value, root):

@@ -13,9 +13,9 @@ import math
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning import fused
 from keras_tp.distribution.planning import gathers
+from keras_tp.distribution.planning import reasons
 from keras_tp.distribution.planning import reductions
 from keras_tp.distribution.planning.dim_groups import Classes
-from keras_tp.distribution.planning.plan_rows import NOT_PREDICTED
 from keras_tp.distribution.planning.solution import Choice
 from keras_tp.distribution.planning.solution import Gather
 from keras_tp.distribution.planning.solution import Solution
@@ -26,27 +26,6 @@ from keras_tp.distribution.tensor_layout import format_bytes
 # layer is that large; there, this share of the largest variable is enough.
 LONE_SHARE = 0.01
 LONE_SHARE_OF_LARGEST = 0.5
-COLUMN = "column-parallel: one all-reduce of the input's gradient"
-# Of heads that are reshaped to (KV heads, groups), fewer KV heads than devices.
-SHARED_HEADS = (
-    "; its heads are reshaped to two dims that the devices share, so backends "
-    f"gather tensors in attention, {NOT_PREDICTED}"
-)
-# Of a kernel whose input or output is split along a dim that it is not.
-DISAGREES = (
-    "; its input or output is split along a dim that it is not, so backends "
-    f"gather or scatter, {NOT_PREDICTED}"
-)
-# Of a kernel whose layer's output is needed whole.
-GATHERED = "; the layer's output is gathered"
-# Of a dim that the devices do not divide.
-UNEVEN = "; {} does not divide by {}, so the last device holds less"
-# Of a fused projection that is split.
-EACH_BLOCK = "; each of its {} blocks is split"
-# Why a fused projection is whole, and how it could be split.
-IN_BLOCKS = "{} blocks in one dim, and {}"
-INSTEAD = "; give them a dim of their own, or let each head have its blocks"
-NOT_HERE = "this backend has no dims of blocks"
 # A class is skipped if less than this share of its bytes is still free.
 BROKEN_SHARE = 0.5
 
@@ -193,18 +172,15 @@ class _Planner(Classes):
 
     def is_column(self, variable, dim):
         """Returns whether a split of a dim makes a kernel column-parallel."""
-        return self._why_split(variable, dim).startswith(COLUMN)
+        return self._why_split(variable, dim).startswith(reasons.COLUMN)
 
     def _free_members(self, root):
         """Returns the members of a class that no other choice has fixed."""
         found = {}
         for path, i, blocks in self.members[root]:
-            if (
-                path not in self.taken
-                and path not in self.in_blocks
-                and path not in self.frozen
-                and path not in self.forced
-                and self._may_split(path, root)
+            fixed = (self.taken, self.in_blocks, self.frozen, self.forced)
+            if not any(path in paths for paths in fixed) and self._may_split(
+                path, root
             ):
                 found.setdefault(path, (i, blocks))
         return {p: v for p, v in found.items() if self._may_go(p, root, found)}
@@ -263,7 +239,7 @@ class _Planner(Classes):
         while offers:
             root = min(offers, key=lambda r: offers[r][0])
             (is_fused, *_), free, saved = offers.pop(root)
-            if not any(self.by_path[path].ndim > 1 for path in free):
+            if not any(map(self._is_kernel, free)):
                 self.skipped[root] = "no matrix is split with it"
                 continue
             why_not = self._why_not_in_blocks(root)
@@ -271,13 +247,13 @@ class _Planner(Classes):
             if why_not and 1 not in blocks:
                 # None of them would be split.
                 count = min(blocks)
-                self.skipped[root] = IN_BLOCKS.format(count, why_not)
+                self.skipped[root] = reasons.IN_BLOCKS.format(count, why_not)
                 continue
             whole_class = self._bytes({path for path, *_ in self.members[root]})
-            is_lone = not (
-                root in self.is_paired or root in self._gathered_classes
+            is_alone = (
+                self._is_lone(root) and root not in self._gathered_classes
             )
-            if is_lone and saved < enough:
+            if is_alone and saved < enough:
                 self.skipped[root] = self._why_not_alone(root, saved, enough)
                 continue
             if saved < BROKEN_SHARE * whole_class:
@@ -302,13 +278,33 @@ class _Planner(Classes):
         first = min((order[path] for path in free), default=math.inf)
         is_fused = any(
             blocks > 1
-            and self._why_split(self.by_path[path], dim).startswith(COLUMN)
+            and self._why_split(self.by_path[path], dim).startswith(
+                reasons.COLUMN
+            )
             for path, (dim, blocks) in free.items()
         ) and bool(self._why_not_in_blocks(root))
         # Pairs first: a small layer at the end must not break one up.
         dims = sorted((order[path], dim) for path, (dim, _) in free.items())
-        lone = root not in self.is_paired
+        lone = self._is_lone(root)
         return (is_fused, lone, ratio, first, dims), free, saved
+
+    def _is_lone(self, root):
+        """Returns whether a class is not a column split and a row split.
+
+        Kernels of one kind are none if the others are split along another dim.
+        """
+        if root not in self.is_paired:
+            return True
+        kernels = [m for m in self.members[root] if self._is_kernel(m[0])]
+        left = [
+            self._why_split(self.by_path[path], dim).startswith(reasons.ROW)
+            for path, dim, _ in kernels
+            if path not in self.taken
+        ]
+        return len(left) < len(kernels) and len(set(left)) < 2
+
+    def _is_kernel(self, path):
+        return self.by_path[path].ndim > 1
 
     def _why_not_alone(self, root, saved, enough):
         """Returns why a class is not split that no operation sums over."""
@@ -343,7 +339,7 @@ class _Planner(Classes):
         reshape or a split takes them.
         """
         if not self._splits_blocks:
-            return NOT_HERE
+            return reasons.NOT_HERE
         if not hasattr(self, "_cut_elsewhere"):
             self._cut_elsewhere = fused.find_cuts(self)
         return self._cut_elsewhere.get(root, "")
@@ -358,14 +354,17 @@ class _Planner(Classes):
             self.class_of((value.index, dim))[0]
         )
         if why_not:
-            is_column = self._why_split(value, dim).startswith(COLUMN)
-            why = IN_BLOCKS.format(blocks, why_not) + INSTEAD * is_column
+            is_column = self._why_split(value, dim).startswith(reasons.COLUMN)
+            why = (
+                reasons.IN_BLOCKS.format(blocks, why_not)
+                + reasons.INSTEAD * is_column
+            )
             dim, blocks = None, 1
         elif dim is not None:
             why = self._why_split(value, dim)
-            why += EACH_BLOCK.format(blocks) * (blocks > 1)
+            why += reasons.EACH_BLOCK.format(blocks) * (blocks > 1)
             if value.shape[dim] % self.count:
-                why += UNEVEN.format(value.shape[dim], self.count)
+                why += reasons.UNEVEN.format(value.shape[dim], self.count)
         elif path in self.forced:
             dim, why = self.forced[path], "override"
         elif self.count == 1:
@@ -373,7 +372,7 @@ class _Planner(Classes):
         else:
             why = self._why_whole(path, value, obstacles)
         if path in self.disagreeing:
-            why += DISAGREES
+            why += reasons.DISAGREES
         return Choice(dim, blocks, why, obstacles)
 
     def _why_split(self, value, dim):
@@ -384,8 +383,8 @@ class _Planner(Classes):
             (value.index, root), "split with the dims it is combined with"
         )
         layer = value.path.rpartition("/")[0]
-        why += GATHERED * (layer in self._gathered_layers)
-        return why + SHARED_HEADS * (root in self.coarse)
+        why += reasons.GATHERED * (layer in self._gathered_layers)
+        return why + reasons.SHARED_HEADS * (root in self.coarse)
 
     def _find_uses(self):
         """Returns a dict of (variable, class) to the effect of its split."""
@@ -394,11 +393,13 @@ class _Planner(Classes):
             if all(map(self.dims.is_weight, partial.step.inputs)):
                 use = "split like the kernel that LoRA adapts"
             elif partial.backward:
-                use = COLUMN
+                use = reasons.COLUMN
             elif partial.step.kind == "Take":
-                use = "row-parallel embedding: one all-reduce after the lookup"
+                use = (
+                    reasons.ROW + " embedding: one all-reduce after the lookup"
+                )
             else:
-                use = "row-parallel: one all-reduce of the output"
+                use = reasons.ROW + ": one all-reduce of the output"
             root, _ = self.class_of(partial.node)
             for value in [*partial.step.inputs, *partial.step.variables]:
                 for i in range(value.ndim):

@@ -3,6 +3,7 @@ import pytest
 from keras import layers
 
 from keras_tp.distribution.planning import planner  # noqa: F401, the rules
+from keras_tp.distribution.planning import reasons
 from keras_tp.distribution.planning import solver
 from keras_tp.distribution.planning import trace
 
@@ -66,3 +67,31 @@ def test_dims_that_the_user_fixes(graph):
     )
     forced = dims(solver.solve(graph, 2, {"down/kernel": 1}))
     assert forced["down/kernel"] == 1 and forced["down/bias"] == 0
+
+
+def test_a_head_whose_input_is_whole_is_split_by_columns():
+    """Its rows would need a sum of the logits, and a gather of a gradient."""
+    inputs = keras.Input((None,), dtype="int32")
+    x = layers.Embedding(96, 16, name="tokens")(inputs)
+    outputs = [layers.Dense(n, name=f"head_{n}")(x) for n in (96, 128)]
+    for heads in ([outputs[0]], [outputs[1]], outputs):
+        solution = solver.solve(trace.trace(keras.Model(inputs, heads)), 4)
+        found = dims(solution)
+        assert found["tokens/embeddings"] == 0
+        kernels = {k: d for k, d in found.items() if k.endswith("kernel")}
+        assert len(kernels) == len(heads) and set(kernels.values()) == {1}
+        sums = [(r.kind, r.backward) for r in solution.reductions]
+        assert sums == [("Take", False), ("Matmul", True)]
+
+
+def test_rows_whose_input_is_whole_are_not_predicted():
+    inputs = keras.Input((12,))
+    up = layers.Dense(16, activation="relu", use_bias=False, name="up")
+    model = keras.Model(inputs, layers.Dense(6, name="down")(up(inputs)))
+    forced = {"up/kernel": None, "down/kernel": 0}
+    found = solver.solve(trace.trace(model), 2, forced).choices
+    assert found["down/kernel"].why == "override" + reasons.DISAGREES
+    # The input of the model has no gradient that could be gathered.
+    forced = {"up/kernel": 0, "down/kernel": None}
+    found = solver.solve(trace.trace(model), 2, forced).choices
+    assert found["up/kernel"].why == "override"
