@@ -25,7 +25,11 @@ RATE = 1e-3
 # Of the largest number; many of these models have no scale to speak of.
 TOLERANCE = 2e-4
 # Rounding alone moves these more in float32.
-IN_FLOAT64 = ("BLIP2",)
+IN_FLOAT64 = ("BLIP2", "EdRec")
+if keras.config.backend() == "jax":
+    # No float64 here. Its query tokens are small, and normalized: what one step
+    # rounds in them grows by 1000.
+    IN_FLOAT64, TOLERANCE = (), 5e-4
 # Models of the survey that plain Keras does not train here.
 NOT_TRAINED = {
     "DFine": "its decoder wants more positions than small images have",
@@ -33,8 +37,12 @@ NOT_TRAINED = {
     "SAM3PromptableConcept": "needs torchvision on torch",
     "SigLIP": "its two outputs have one name, which `compile` refuses",
 }
-if keras.config.backend() == "jax":
+if keras.config.backend() != "torch":
     NOT_TRAINED["StableDiffusion3"] = "its scheduler reads a traced number"
+# Model -> the operation that DTensor cannot run, on TensorFlow.
+REFUSED = {"Gemma3n": "Reshape", "RWKV7": "TensorListStack"}
+if keras.config.backend() != "tensorflow":
+    REFUSED = {}
 
 
 def survey():
@@ -186,6 +194,10 @@ def test_backbone(name, request):
     assert any(
         not np.array_equal(a, b) for a, b in zip(*expected, strict=True)
     ), "the train step changed nothing"
+    if name in REFUSED:
+        with pytest.raises(NotImplementedError, match=REFUSED[name]):
+            run_split(name, build, spec, weights)
+        return
     parallel, ((model, x, targets), *found, _) = run_split(
         name, build, spec, weights
     )

@@ -101,6 +101,12 @@ SLOW_ON = {
         r"verification_test\.py::test_(another_model_each|batches_seed)",
         # 2x2 is shown.
         r"sharded_model_test\.py::test_a_trained_model.*\[1x[24]\]",
+        # Slots of three kinds stay; so does a mesh of 2.
+        r"sharded_model_test\.py::test_slots_of_every_kind.*\[<lambda>",
+        r"tensor_parallel_keras_test\.py::test_training_goes_on.*\[opt-4\]",
+        # A separable convolution of images is shown.
+        r"ops/conv_test\.py::test_split_kernels\[separable_conv1d\]",
+        r"ops/table_test\.py::.*cell.*\[stacked_gru-kernel\]",
         # Two processes train the same example here.
         r"train_lm_test\.py::test_losses_are_those_of_one_device",
         # OPT is trained and counted on the others; Llama here.

@@ -1,3 +1,4 @@
+import types
 import warnings
 
 import keras
@@ -163,6 +164,26 @@ def test_jit_compile_is_left_out_with_a_warning(mesh):
             warnings.simplefilter("error")
             model.fit(np.ones((4, 6)), np.ones((4, 4)), verbose=0)
             model.evaluate(np.ones((4, 6)), np.ones((4, 4)), verbose=0)
+
+
+def test_auto_does_not_compile_with_xla_on_a_mesh(mesh, monkeypatch):
+    """Keras does where it finds a GPU, and would get the warning above."""
+    cpus = tf.config.list_physical_devices()
+    gpu = types.SimpleNamespace(device_type="GPU")
+    monkeypatch.setattr(
+        tf.config,
+        "list_physical_devices",
+        lambda kind=None: [gpu] if kind is None else cpus,
+    )
+
+    def compiled():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4)])
+        model.compile("sgd", "mse")
+        return model.jit_compile
+
+    assert compiled()
+    with dist.ModelParallel(layout_map=dist.LayoutMap(mesh)).scope():
+        assert not compiled()
 
 
 def test_an_operation_without_a_rule_is_named_with_its_layer(mesh):

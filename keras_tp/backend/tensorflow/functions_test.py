@@ -375,3 +375,28 @@ def test_a_gradient_of_the_users_own(compiled):
 
     expected, found = on_one_device_and_split(run)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "complex64", "float32", "int32"])
+@pytest.mark.parametrize("count", [4, 64])
+def test_a_constant_that_a_layer_has_made(count, dtype):
+    """TensorFlow captures it as a tensor if it is large, or of truth values."""
+    table = np.arange(6 * count).reshape(count, 6) % 3
+
+    class Shifted(keras.layers.Layer):
+        def build(self, shape):
+            self.table = keras.ops.convert_to_tensor(table.astype(dtype))
+
+        def call(self, x):
+            shift = tf.math.real(tf.cast(self.table, "complex64"))
+            return x + keras.ops.mean(shift)
+
+    def run(make):
+        model = make()
+        model.add(Shifted())
+        model.compile("sgd", "mse")
+        fit = model.fit(X, np.ones((3, 2)), epochs=2, verbose=0)
+        return fit.history["loss"]
+
+    expected, found = on_one_device_and_split(run)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -114,7 +114,8 @@ def _is_value(tensor):
     return (
         isinstance(tensor, tf.Tensor)
         and hasattr(tensor, "numpy")
-        and (tensor.dtype.is_floating or tensor.dtype.is_integer)
+        and tensor.dtype.is_numpy_compatible
+        and tensor.dtype != tf.string
         and not placement.is_dtensor(tensor)
         and len(tensor.shape) > 0
     )

@@ -36,7 +36,7 @@ def batch_parallel(original, *args, **kwargs):
             layout = boundary.batch_layout(
                 x.shape, mesh, axis if first else None
             )
-            x = dtensor.relayout(x, layout)
+            x = _gathered(x, layout)
             first = False
         placed.append(x)
     outputs = original(*placed, **kwargs)
@@ -44,6 +44,22 @@ def batch_parallel(original, *args, **kwargs):
     return dtensor.relayout(
         outputs, boundary.batch_layout(outputs.shape, mesh, axis)
     )
+
+
+def _gathered(x, layout):
+    """Returns `x` in a layout, for an operation that needs it.
+
+    The gradient gets it too. A relayout would give it the layout of `x`,
+    which may be another one once all layouts of the step are known: an error.
+    """
+
+    @tf.custom_gradient
+    def gathered(x):
+        return dtensor.relayout(x, layout), lambda gradient: dtensor.relayout(
+            gradient, layout
+        )
+
+    return gathered(x)
 
 
 def _split_channels(kernel):

@@ -339,3 +339,45 @@ def test_channels_first_kernels_are_reported_as_they_are_computed(name):
     assert ("computed whole" in why) == is_gathered
     gathers = dist.count_collectives(model, x)["all_gather"]
     assert (gathers[0] > 0) == is_gathered
+
+
+def _concatenated(before, after):
+    return layers.Concatenate()([before, after])
+
+
+def _added(before, after):
+    return layers.Add()([before, after])
+
+
+# Split dims of the kernels of `first` and `second`; that of `last` is whole.
+@pytest.mark.parametrize(
+    "join,first,second", [(_concatenated, 3, 3), (_added, None, 2)]
+)
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_whole_kernel_between_others(rank, join, first, second):
+    """DTensor gave the gradient of its input a layout that it refused."""
+    mesh = dist.DeviceMesh((1, 2), ["batch", "model"], dist.list_devices()[:2])
+    conv = getattr(layers, f"Conv{rank}D")
+    size = (6,) * rank
+    x = np.random.default_rng(0).normal(size=(2, *size, 4)).astype("float32")
+
+    def losses():
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input(x.shape[1:])
+        before = layers.ReLU()(conv(4, 3, padding="same", name="first")(inputs))
+        after = conv(4, 3, padding="same", name="second")(before)
+        last = conv(4, 3, padding="same", name="last")
+        model = keras.Model(inputs, last(join(before, after)))
+        model.compile("sgd", "mse")
+        return [model.train_on_batch(x, x) for _ in range(3)]
+
+    expected = losses()
+    layout_map = dist.LayoutMap(mesh)
+    for name, dim in (("first", first), ("second", second)):
+        if dim is not None:
+            axes = [None] * (rank + 2)
+            axes[dim - 2 + rank] = "model"
+            layout_map[f"{name}/kernel"] = tuple(axes)
+    with dist.ModelParallel(layout_map=layout_map).scope():
+        found = losses()
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -344,9 +344,9 @@ _OPERATIONS = {
     index: "index.Tensor",
     select_backward: "select_backward",
     in_place: (
-        "add_.Scalar add_.Tensor copy_ div_.Scalar div_.Tensor index_put_ "
+        "add_.Scalar add_.Tensor copy_ div_.Tensor index_put_ "
         "masked_fill_.Scalar masked_fill_.Tensor mul_.Scalar mul_.Tensor "
-        "pow_.Scalar pow_.Tensor sub_.Scalar sub_.Tensor zero_"
+        "pow_.Scalar pow_.Tensor sub_.Tensor zero_"
     ),
     writes.along_index: (
         "index_add_ index_copy_ index_fill_.int_Scalar index_fill_.int_Tensor "
