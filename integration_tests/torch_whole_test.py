@@ -63,6 +63,28 @@ def test_losses_are_those_of_all_samples(loss, reduction, shape, dim, mesh):
         assert counter.total["all_gather"][0] == 2
 
 
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_a_loss_of_plain_tensors_beside_a_split_one(loss, mesh):
+    x, y = randn(4, 8), randn(8, 4).T
+    target = torch.sign(y) if loss is F.soft_margin_loss else torch.sigmoid(y)
+    grads = []
+    for given in (y, placed(y, (None, M), mesh)):
+        leaf = x.clone().requires_grad_()
+        (loss(leaf, target) + (given**2).sum()).backward()
+        grads.append(placement.to_full(leaf.grad))
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("size", [1, 400])
+def test_the_mean_of_a_loss_in_float16(size, mesh):
+    """Of which the sum is too large; and with an empty shard."""
+    x = torch.full((size, 400), 4.0, dtype=torch.float16)
+    x = placement.replicate(x, placed(x, whole(2), mesh).device_mesh)
+    *others, _ = x.placements
+    x = x.redistribute(placements=[*others, Shard(0)])
+    assert F.mse_loss(x, torch.zeros_like(x)).full_tensor() == 16
+
+
 @pytest.mark.parametrize("tensors", [False, True], ids=["lists", "tensors"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_ctc_loss(dim, tensors, mesh):

@@ -105,20 +105,21 @@ _NONE, _MEAN, _SUM = range(3)
 def loss(op, args, kwargs):
     """Runs a loss, or its gradient, that is one operation in torch.
 
-    Each process adds up the samples of its shard. DTensor's mean is that of
-    one shard: it is wrong in the gradient, and for shards of several sizes.
+    Each process runs it on its shard, and a mean is weighted by the shard's
+    size. DTensor's is not: it is wrong in the gradient, and for shards of
+    several sizes.
     """
     given = _arguments(op, args, kwargs)
     tensors = [t for t in given.values() if torch.is_tensor(t)]
     x = max(tensors, key=lambda t: t.ndim)
+    alike = [t for t in tensors if t.shape == x.shape]
+    first = next((t for t in alike if isinstance(t, DTensor)), None)
     # A loss with a reduction has a gradient that is a number.
-    if any(t.shape != x.shape and t.ndim for t in tensors):
+    others = [t for t in tensors if t.shape != x.shape and t.ndim]
+    if first is None or others:
         return local_tensors.replicated(op, args, kwargs)
     reduction = given.get("reduction", _MEAN)
-    mesh = local_tensors.mesh_of(args, kwargs)
-    first = next(
-        t for t in tensors if isinstance(t, DTensor) and t.shape == x.shape
-    )
+    mesh = first.device_mesh
     placements = placement.summed(first.placements)
     given = {
         name: local_tensors.local_part(value, mesh, placements)
@@ -126,11 +127,14 @@ def loss(op, args, kwargs):
         else placement.to_full(value)
         for name, value in given.items()
     }
-    if reduction == _MEAN:
+    count = max(t.numel() for t in given.values() if torch.is_tensor(t))
+    if reduction == _MEAN and not count:
+        # An empty shard has no mean.
         given["reduction"] = _SUM
     local = op(**given)
     if reduction == _MEAN:
-        local = local / x.numel()
+        # Not a sum divided by the size, which float16 may not hold.
+        local = local * (count / x.numel())
     if reduction == _NONE or op.name().partition(".")[0].endswith("_backward"):
         return local_tensors.wrap_parts(local, mesh, placements, x.shape)
     placements = [
