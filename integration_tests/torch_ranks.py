@@ -47,6 +47,7 @@ SHARED = [
             "planned_models",
             "recipes",
             "public_api",
+            "rematerialization",
             "residence",
             "whole_model",
             "gradients",

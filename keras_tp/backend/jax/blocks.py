@@ -14,6 +14,7 @@ from keras.src.backend.jax import core
 from keras.src.backend.jax.numpy import einsum
 from keras.src.backend.jax.sparse import jax_sparse
 
+from keras_tp.backend.jax import rematerialization
 from keras_tp.backend.jax import storage
 
 
@@ -43,7 +44,9 @@ class Functions:
     def matmul(original, x1, x2):
         kernel, dim = _form(x2)
         if dim != 1 or kernel.ndim != 3:
-            return original(x1, x2)
+            result = original(x1, x2)
+            rank = len(getattr(x2, "shape", ()))
+            return rematerialization.summed(result, x2, max(rank - 2, 0))
         x1 = core.convert_to_tensor(x1)
         if x1.ndim < 1 or isinstance(x1, jax_sparse.JAXSparse):
             return original(x1, x2)

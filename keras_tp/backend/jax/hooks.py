@@ -15,6 +15,7 @@ from keras_tp.backend.jax import convolution
 from keras_tp.backend.jax import pooling
 from keras_tp.backend.jax import processes
 from keras_tp.backend.jax import programs
+from keras_tp.backend.jax import rematerialization
 from keras_tp.backend.jax import storage
 from keras_tp.backend.processes import callbacks
 from keras_tp.backend.processes import data_shards
@@ -153,6 +154,17 @@ TABLE = [
         f"{_KERAS}.numpy",
         blocks.Functions,
         "the blocks of a product, such as queries and keys, stay split",
+    ),
+    Hook(
+        f"{_KERAS}.core",
+        "remat",
+        rematerialization.hook_remat,
+        "what is computed again is not summed over the devices again",
+    ),
+    methods_row(
+        f"{_KERAS}.numpy",
+        rematerialization.Functions,
+        "sums over the devices have a name, by which they are kept",
     ),
     Hook(
         "keras.src.backend.common.stateless_scope:StatelessScope",

@@ -159,6 +159,12 @@ TABLE = [
         "a step on a mesh is compiled with XLA only on request",
     ),
     Hook(
+        "keras.src.backend.tensorflow.core",
+        "remat",
+        training.hook_remat,
+        "a function that is computed again is planned",
+    ),
+    Hook(
         "keras.src.layers.layer:Layer",
         "__call__",
         training.hook_layer_call,

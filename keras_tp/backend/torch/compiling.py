@@ -2,6 +2,7 @@
 
 import functools
 import os
+import warnings
 
 import torch
 from keras.src.distribution.distribution_lib import distribution
@@ -21,6 +22,23 @@ def checked(step):
     """
     check_compiler()
     return torch._dynamo.config.patch(automatic_dynamic_shapes=False)(step)
+
+
+def without_jit_compile(model):
+    """Turns off `jit_compile` for layers that are computed again, and warns.
+
+    torch's compiler loses the gradients of split variables in them.
+    """
+    layers = model._flatten_layers()
+    again = [layer.path for layer in layers if layer._remat_mode is not None]
+    if model.jit_compile and again:
+        warnings.warn(
+            f"Model {model.name!r} does not support `jit_compile=True` under a "
+            f"distribution, because layer {again[0]!r} was made in a "
+            "`keras.RematScope`. Proceeding with `jit_compile=False`.",
+            stacklevel=2,
+        )
+        model.jit_compile = False
 
 
 def check_compiler():

@@ -19,6 +19,7 @@ from keras_tp.backend.torch import optimizers
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
 from keras_tp.backend.torch import reading
+from keras_tp.backend.torch import rematerialization
 from keras_tp.backend.torch import variables
 from keras_tp.backend.torch.ops import embedding
 from keras_tp.backend.torch.ops import matmul
@@ -48,6 +49,8 @@ def _hook_make_function(original):
     @functools.wraps(original)
     def make_function(self, force=False):
         made = getattr(self, attribute)
+        if distribution() is not None:
+            compiling.without_jit_compile(self)
         result = original(self, force)
         step = getattr(self, attribute)
         if distribution() is not None and step is not made:
@@ -104,6 +107,12 @@ TABLE = [
         "_initialize_with_initializer",
         variables.hook_initialize_with_initializer,
         "each process makes only its shards of optimizer slots",
+    ),
+    Hook(
+        _CORE,
+        "remat",
+        rematerialization.hook_remat,
+        "what is computed again is not communicated again",
     ),
     Hook(
         _LAYER,

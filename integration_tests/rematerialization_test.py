@@ -1,0 +1,170 @@
+"""`keras.RematScope` and `keras.remat`: nothing is sent once more.
+
+On TensorFlow only the numbers are compared; `docs/limits.md` says why.
+"""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+
+from integration_tests import harness
+from keras_tp import distribution
+
+WIDTH = 16
+X = np.random.default_rng(0).normal(size=(4, 8, WIDTH)).astype("float32")
+SCOPES = {
+    "full": dict(mode="full"),
+    "activations": dict(mode="activations"),
+    "larger_than": dict(mode="larger_than", output_size_threshold=100),
+    "list_of_layers": dict(
+        mode="list_of_layers", layer_names=["attention_0", "down_1", "lookup"]
+    ),
+}
+# Plain Keras 3.15 raises for these.
+FAILS = {
+    "jax": (),
+    "tensorflow": ("full", "larger_than", "list_of_layers"),
+    "torch": ("larger_than",),
+}
+for mode in FAILS[keras.config.backend()]:
+    del SCOPES[mode]
+
+
+class Again(keras.layers.Layer):
+    """Two layers in one function that is computed again."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.up = keras.layers.Dense(2 * WIDTH, activation="gelu", name="up")
+        self.down = keras.layers.Dense(WIDTH, name="down")
+
+    def build(self, shape):
+        self.up.build(shape)
+        self.down.build((*shape[:-1], 2 * WIDTH))
+
+    def call(self, x):
+        return keras.remat(lambda x: self.down(self.up(x)))(x)
+
+
+def blocks():
+    inputs = keras.Input(X.shape[1:])
+    x = keras.layers.LayerNormalization()(inputs)
+    for i in range(2):
+        attention = keras.layers.MultiHeadAttention(
+            4, WIDTH // 4, name=f"attention_{i}"
+        )
+        x = keras.layers.LayerNormalization()(x + attention(x, x))
+        up = keras.layers.Dense(2 * WIDTH, activation="gelu", name=f"up_{i}")
+        x = x + keras.layers.Dense(WIDTH, name=f"down_{i}")(up(x))
+    return keras.Model(inputs, x)
+
+
+def function():
+    inputs = keras.Input(X.shape[1:])
+    x = keras.layers.LayerNormalization()(inputs)
+    for _ in range(2):
+        x = x + Again()(x)
+    return keras.Model(inputs, x)
+
+
+def tokens():
+    inputs = keras.Input((8,), dtype="int32")
+    x = keras.layers.Embedding(32, WIDTH, name="lookup")(inputs)
+    x = keras.layers.LayerNormalization()(x)
+    up = keras.layers.Dense(2 * WIDTH, activation="gelu", name="up_1")
+    return keras.Model(inputs, keras.layers.Dense(WIDTH, name="down_1")(up(x)))
+
+
+def train(build, scope=None):
+    """Returns a trained model, its batch, and its losses."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(2)
+    with keras.RematScope(**scope) if scope else contextlib.nullcontext():
+        model = build()
+        x = X
+        if model.input.dtype == "int32":
+            x = np.arange(32, dtype="int32").reshape(4, 8)
+        # Without momentum: a schedule of losses that a wrong gradient changes.
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        losses = [model.train_on_batch(x, X) for _ in range(3)]
+    return model, x, losses
+
+
+def split(build, scope=None):
+    """Returns what is counted in a step, and the losses."""
+    mesh = harness.mesh(harness.fitted((1, 2)))
+    with distribution.TensorParallel(mesh, strict=False).scope():
+        model, x, losses = train(build, scope)
+        assert harness.split_paths(model)
+        counted = distribution.count_collectives(model, x, X)
+    return {kind: pair for kind, pair in counted.items() if pair[0]}, losses
+
+
+CASES = [*((blocks, name) for name in SCOPES), (function, None)]
+if keras.config.backend() != "tensorflow":
+    CASES += [(tokens, "full"), (tokens, "list_of_layers")]
+
+
+@pytest.mark.parametrize("build,scope", CASES)
+def test_it_repeats_no_collective(build, scope):
+    again = SCOPES.get(scope)
+    _, _, expected = train(build)
+    counted, found = split(build, again)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    if keras.config.backend() == "tensorflow":
+        return
+    if build is function:
+        # The same layers, without `keras.remat`.
+        remat, keras.remat = keras.remat, lambda f: f
+        try:
+            without, _ = split(build)
+        finally:
+            keras.remat = remat
+    else:
+        without, _ = split(build)
+    assert counted == without
+
+
+@pytest.mark.parametrize("scope", [None, "full"])
+def test_it_computes_again(scope):
+    """On torch, which does not trace, a layer runs once more."""
+    if keras.config.backend() != "torch":
+        pytest.skip("see backend/jax/rematerialization_test.py")
+    calls = []
+
+    class Counting(keras.layers.Layer):
+        def call(self, x):
+            calls.append(None)
+            return keras.ops.gelu(x)
+
+    def build():
+        inputs = keras.Input(X.shape[1:])
+        x = keras.layers.Dense(2 * WIDTH, name="up")(inputs)
+        outputs = keras.layers.Dense(WIDTH, name="down")(Counting()(x))
+        return keras.Model(inputs, outputs)
+
+    model = None
+    mesh = harness.mesh(harness.fitted((1, 2)))
+    with distribution.TensorParallel(mesh, strict=False).scope():
+        model, x, _ = train(build, SCOPES.get(scope))
+        calls.clear()
+        model.train_on_batch(x, X)
+    assert len(calls) == 1 if scope is None else len(calls) > 1
+
+
+def test_it_is_not_compiled():
+    if keras.config.backend() != "torch":
+        pytest.skip("torch's compiler loses gradients of split variables")
+    _, _, expected = train(blocks, SCOPES["full"])
+    mesh = harness.mesh(harness.fitted((1, 2)))
+    with distribution.TensorParallel(mesh).scope():
+        with keras.RematScope(mode="full"):
+            keras.utils.set_random_seed(2)
+            model = blocks()
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
+        with pytest.warns(UserWarning, match="RematScope.*jit_compile=False"):
+            found = [model.train_on_batch(X, X)]
+        found += [model.train_on_batch(X, X) for _ in range(2)]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
