@@ -26,10 +26,11 @@ RATE = 1e-3
 TOLERANCE = 2e-4
 # Rounding alone moves these more in float32.
 IN_FLOAT64 = ("BLIP2", "EdRec")
+TOLERANCES = {}
 if keras.config.backend() == "jax":
-    # No float64 here. Its query tokens are small, and normalized: what one step
-    # rounds in them grows by 1000.
-    IN_FLOAT64, TOLERANCE = (), 5e-4
+    # JAX has no float64 by default. BLIP2 normalizes its small query tokens,
+    # so an error of rounding in them grows by 1000.
+    IN_FLOAT64, TOLERANCES = (), {"BLIP2": 5e-4}
 # Models of the survey that plain Keras does not train here.
 NOT_TRAINED = {
     "DFine": "its decoder wants more positions than small images have",
@@ -40,9 +41,9 @@ NOT_TRAINED = {
 if keras.config.backend() != "torch":
     NOT_TRAINED["StableDiffusion3"] = "its scheduler reads a traced number"
 # Model -> the operation that DTensor cannot run, on TensorFlow.
-REFUSED = {"Gemma3n": "Reshape", "RWKV7": "TensorListStack"}
-if keras.config.backend() != "tensorflow":
-    REFUSED = {}
+REFUSED = {}
+if keras.config.backend() == "tensorflow":
+    REFUSED = {"Gemma3n": "Reshape", "RWKV7": "TensorListStack"}
 
 
 def survey():
@@ -202,11 +203,12 @@ def test_backbone(name, request):
         name, build, spec, weights
     )
     assert harness.split_paths(model)
+    tolerance = TOLERANCES.get(name, TOLERANCE)
     for kind, ours, theirs in zip(("first", "trained"), found, expected):
         for a, b in zip(numbers(ours), theirs, strict=True):
             largest = np.abs(b).max() or 1.0
             np.testing.assert_allclose(
-                a, b, rtol=0, atol=TOLERANCE * largest, err_msg=kind
+                a, b, rtol=0, atol=tolerance * largest, err_msg=kind
             )
     if name in IN_FLOAT64:
         # Plans are of the usual dtype.

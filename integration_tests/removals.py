@@ -64,7 +64,7 @@ TESTS = {
         "integration_tests/torch_models_test.py",
         "integration_tests/torch_shards_test.py",
         "integration_tests/torch_reading_test.py",
-        "integration_tests/torch_whole_test.py",
+        "integration_tests/torch_losses_test.py",
         "integration_tests/torch_writing_test.py",
         "integration_tests/callbacks_test.py",
         "integration_tests/orbax_test.py",
@@ -84,8 +84,8 @@ THOROUGH_TESTS = (
 )
 # Seconds that one process waits for the others at the end of a test.
 PATIENCE = 120
-# Bytes of memory after which a process makes room for a new one, and how it
-# ends then. TensorFlow keeps what it compiled.
+# TensorFlow keeps all programs that it has compiled. A process that uses more
+# bytes than this ends with this exit status, and a new one goes on.
 ENOUGH = 5 * 2**30
 AGAIN = 75
 

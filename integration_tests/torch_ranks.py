@@ -61,7 +61,7 @@ SHARED = [
             "torch_ops",
             "torch_reading",
             "torch_shards",
-            "torch_whole",
+            "torch_losses",
             "torch_writing",
             "training",
             "uneven",

@@ -14,6 +14,7 @@ from integration_tests.torch_ops_test import M
 from integration_tests.torch_ops_test import check
 from integration_tests.torch_ops_test import randn
 from keras_tp import distribution
+from keras_tp.backend.torch import placement
 from keras_tp.backend.torch.collective_counter import CollectiveCounter
 
 mesh = torch_ops_test.mesh
@@ -176,3 +177,57 @@ def test_a_gradient_that_is_accumulated_keeps_its_shards(mesh):
     assert counter.total["all_gather"] == [0, 0]
     assert table.grad.placements == table.placements
     torch.testing.assert_close(table.grad.full_tensor(), 2 * whole)
+
+
+def placed(value, axes, mesh):
+    layout = distribution.TensorLayout(axes, mesh)
+    return distribution.distribute_tensor(value.clone(), layout)
+
+
+MASK = torch.arange(32).reshape(4, 8) % 3 == 0
+COLUMNS = torch.tensor([3, 1])
+IN_PLACE = {
+    "add_": lambda x, y: x.add_(y),
+    "copy_": lambda x, y: x.copy_(torch.as_tensor(y)),
+    "div_": lambda x, y: x.div_(y),
+    "fill_": lambda x, y: x.fill_(_number(y)),
+    "index_fill_": lambda x, y: x.index_fill_(1, COLUMNS, _number(y)),
+    "index_put_": lambda x, y: x.index_put_((COLUMNS,), _row(y)),
+    "masked_fill_": lambda x, y: x.masked_fill_(MASK, _number(y)),
+    "mul_": lambda x, y: x.mul_(y),
+    "pow_": lambda x, y: x.pow_(y),
+    "sub_": lambda x, y: x.sub_(y),
+}
+
+
+def _number(y):
+    return y.max() if torch.is_tensor(y) else y
+
+
+def _row(y):
+    return y[0] if torch.is_tensor(y) else torch.tensor(y)
+
+
+VALUES = {
+    "plain": lambda x, mesh: x.sum(0),
+    "whole": lambda x, mesh: placed(x.sum(0), (None, None), mesh),
+    "split": lambda x, mesh: placed(x.sum(0), (None, M), mesh),
+    # Each process has a part of the sum.
+    "partial": lambda x, mesh: placed(x, (M, None, None), mesh).sum(0),
+    "number": lambda x, mesh: 2.0,
+}
+TARGETS = {
+    name: VALUES[name] for name in ("plain", "whole", "split", "partial")
+}
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_values_are_written_in_place(name, target, value, mesh):
+    x, y = randn(4, 4, 8).abs() + 0.5, randn(4, 8, 4).mT.abs() + 0.5
+    expected, given = x.sum(0), VALUES[value](y, mesh)
+    IN_PLACE[name](expected, placement.to_full(given))
+    found = TARGETS[target](x, mesh)
+    IN_PLACE[name](found, given)
+    torch.testing.assert_close(placement.to_full(found), expected)

@@ -137,10 +137,7 @@ def backend_row(module):
 
 
 def check_versions():
-    """Raises `ImportError` if keras_tp does not support what is installed.
-
-    That is, Keras and the package of its backend.
-    """
+    """Raises `ImportError` if Keras or its backend's package does not fit."""
     version = _version_of(keras)
     if not MINIMUM_KERAS <= version < NEXT_KERAS:
         raise ImportError(

@@ -5,6 +5,7 @@ import numpy as np
 from keras.src.backend.jax import core
 from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend import rematerialization as remat
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.hooks import around
 from keras_tp.backend.hooks import methods_row
@@ -155,16 +156,11 @@ TABLE = [
         blocks.Functions,
         "the blocks of a product, such as queries and keys, stay split",
     ),
-    Hook(
-        f"{_KERAS}.core",
-        "remat",
-        rematerialization.hook_remat,
-        "what is computed again is not summed over the devices again",
-    ),
+    remat.row("jax", rematerialization.keeping),
     methods_row(
         f"{_KERAS}.numpy",
         rematerialization.Functions,
-        "sums over the devices have a name, by which they are kept",
+        "results of all-reduces have a name, by which they are kept",
     ),
     Hook(
         "keras.src.backend.common.stateless_scope:StatelessScope",

@@ -1,36 +1,29 @@
 """Rematerialization that repeats no sum over the devices.
 
-What is computed again in the backward pass would be summed again. So the sums
-have a name, and are kept.
+The backward pass would repeat a forward pass with its all-reduces. So their
+results get a name, and the forward pass keeps what has this name.
 """
 
-import functools
 import threading
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.backend.jax import core
 from keras.src.distribution.distribution_lib import TensorLayout
-from keras.src.distribution.distribution_lib import distribution
-
-from keras_tp.backend.hooks import around
 
 _NAME = "keras_tp_sum"
 
 
 class _State(threading.local):
-    # Whether a function is traced that is computed again.
+    # How many functions of `keras.remat` are being traced, one in another.
     depth = 0
 
 
 _state = _State()
 
 
-@around
-def hook_remat(original, f):
-    """Keeps sums; all else is computed again, as by `original`."""
-    again = original(f)
+def keeping(f, plain):
+    """See `backend.rematerialization.row`."""
 
     def marked(*args, **kwargs):
         _state.depth += 1
@@ -39,19 +32,9 @@ def hook_remat(original, f):
         finally:
             _state.depth -= 1
 
-    keeping = jax.checkpoint(
+    return jax.checkpoint(
         marked, policy=jax.checkpoint_policies.save_only_these_names(_NAME)
     )
-
-    @functools.wraps(again)
-    def remat(*args, **kwargs):
-        if any_symbolic_tensors(args, kwargs):
-            # A plan is made from the operations inside.
-            return f(*args, **kwargs)
-        run = again if distribution() is None else keeping
-        return run(*args, **kwargs)
-
-    return remat
 
 
 def summed(result, kernel, *dims):
@@ -73,7 +56,10 @@ def summed(result, kernel, *dims):
 
 
 class Functions:
-    """Functions of `keras.src.backend.jax.numpy`, beside those of `blocks`."""
+    """Functions of `keras.src.backend.jax.numpy` whose results may be sums.
+
+    `blocks.Functions` has `matmul`.
+    """
 
     def einsum(original, subscripts, *operands, **kwargs):
         result = original(subscripts, *operands, **kwargs)

@@ -1,5 +1,6 @@
 """The hook table of the TensorFlow backend."""
 
+from keras_tp.backend import rematerialization
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.processes import callbacks
 from keras_tp.backend.processes import data_shards
@@ -158,12 +159,7 @@ TABLE = [
         training.hook_resolve_auto_jit_compile,
         "a step on a mesh is compiled with XLA only on request",
     ),
-    Hook(
-        "keras.src.backend.tensorflow.core",
-        "remat",
-        training.hook_remat,
-        "a function that is computed again is planned",
-    ),
+    rematerialization.row("tensorflow"),
     Hook(
         "keras.src.layers.layer:Layer",
         "__call__",

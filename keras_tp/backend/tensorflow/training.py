@@ -244,19 +244,6 @@ def hook_resolve_auto_jit_compile(original, self):
 
 
 @around
-def hook_remat(original, f):
-    """Lets a plan be made from the operations inside of the function."""
-    again = original(f)
-
-    @functools.wraps(again)
-    def remat(*args, **kwargs):
-        run = f if any_symbolic_tensors(args, kwargs) else again
-        return run(*args, **kwargs)
-
-    return remat
-
-
-@around
 def hook_maybe_symbolic_build(original, self, iterator=None, data_batch=None):
     """Builds everything before the first trace, as `tf.distribute` does."""
     if distribution() is None:

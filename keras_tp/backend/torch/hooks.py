@@ -6,6 +6,7 @@ from keras.src import tree
 from keras.src.distribution.distribution_lib import distribution
 from torch.distributed.tensor import DTensor
 
+from keras_tp.backend import rematerialization as remat
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.hooks import methods_row
 from keras_tp.backend.processes import callbacks
@@ -108,12 +109,7 @@ TABLE = [
         variables.hook_initialize_with_initializer,
         "each process makes only its shards of optimizer slots",
     ),
-    Hook(
-        _CORE,
-        "remat",
-        rematerialization.hook_remat,
-        "what is computed again is not communicated again",
-    ),
+    remat.row("torch", rematerialization.keeping),
     Hook(
         _LAYER,
         "named_parameters",

@@ -71,9 +71,10 @@ def not_summed(planner):
 
 
 def _held_split(planner):
-    """Returns the indices of the values of which each device makes a part.
+    """Returns a dict: index of a value that is made in parts -> their class.
 
-    A value may have a dim that is split elsewhere, and be made whole.
+    A dim may be in a class that is split, and its value still be made whole:
+    the variables that it is computed from are split along other dims.
     """
     held = {}
     for variable in planner.graph.variables:

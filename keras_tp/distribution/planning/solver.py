@@ -177,8 +177,8 @@ class _Planner(Classes):
     def _free_members(self, root):
         """Returns the members of a class that no other choice has fixed."""
         found = {}
+        fixed = (self.taken, self.in_blocks, self.frozen, self.forced)
         for path, i, blocks in self.members[root]:
-            fixed = (self.taken, self.in_blocks, self.frozen, self.forced)
             if not any(path in paths for paths in fixed) and self._may_split(
                 path, root
             ):
@@ -277,10 +277,7 @@ class _Planner(Classes):
         ratio = self.cost[root] / saved if saved else math.inf
         first = min((order[path] for path in free), default=math.inf)
         is_fused = any(
-            blocks > 1
-            and self._why_split(self.by_path[path], dim).startswith(
-                reasons.COLUMN
-            )
+            blocks > 1 and self.is_column(self.by_path[path], dim)
             for path, (dim, blocks) in free.items()
         ) and bool(self._why_not_in_blocks(root))
         # Pairs first: a small layer at the end must not break one up.
@@ -354,11 +351,8 @@ class _Planner(Classes):
             self.class_of((value.index, dim))[0]
         )
         if why_not:
-            is_column = self._why_split(value, dim).startswith(reasons.COLUMN)
-            why = (
-                reasons.IN_BLOCKS.format(blocks, why_not)
-                + reasons.INSTEAD * is_column
-            )
+            why = reasons.IN_BLOCKS.format(blocks, why_not)
+            why += reasons.INSTEAD * self.is_column(value, dim)
             dim, blocks = None, 1
         elif dim is not None:
             why = self._why_split(value, dim)

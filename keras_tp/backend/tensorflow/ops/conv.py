@@ -53,13 +53,10 @@ def _gathered(x, layout):
     which may be another one once all layouts of the step are known: an error.
     """
 
-    @tf.custom_gradient
-    def gathered(x):
-        return dtensor.relayout(x, layout), lambda gradient: dtensor.relayout(
-            gradient, layout
-        )
+    def placed(x):
+        return dtensor.relayout(x, layout)
 
-    return gathered(x)
+    return tf.custom_gradient(lambda x: (placed(x), placed))(x)
 
 
 def _split_channels(kernel):

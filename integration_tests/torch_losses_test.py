@@ -1,4 +1,4 @@
-"""Losses and pools of torch on split tensors, and writes from them."""
+"""Losses, poolings and truth values of torch on split tensors."""
 
 import keras
 import pytest
@@ -122,7 +122,7 @@ def test_pools_of_volumes(name, dim, mesh):
     with counter:
         check(POOLS[name], [randn(4, 4, 4, 4, 4)], [tuple(axes)], mesh)
     if dim < 2:
-        # Those of the comparison: of values and gradients, twice.
+        # `check` compares twice, and gathers a value and a gradient each time.
         assert counter.total["all_gather"][0] == 4
 
 
@@ -146,52 +146,3 @@ def test_truth_of_split_values(use, axes, limit, of_all, mesh):
         [axes],
         mesh,
     )
-
-
-MASK = torch.arange(32).reshape(4, 8) % 3 == 0
-INDEX = torch.tensor([3, 1])
-IN_PLACE = {
-    "add_": lambda x, y: x.add_(y),
-    "copy_": lambda x, y: x.copy_(torch.as_tensor(y)),
-    "div_": lambda x, y: x.div_(y),
-    "fill_": lambda x, y: x.fill_(_number(y)),
-    "index_fill_": lambda x, y: x.index_fill_(1, INDEX, _number(y)),
-    "index_put_": lambda x, y: x.index_put_((INDEX,), _row(y)),
-    "masked_fill_": lambda x, y: x.masked_fill_(MASK, _number(y)),
-    "mul_": lambda x, y: x.mul_(y),
-    "pow_": lambda x, y: x.pow_(y),
-    "sub_": lambda x, y: x.sub_(y),
-}
-
-
-def _number(y):
-    return y.max() if torch.is_tensor(y) else y
-
-
-def _row(y):
-    return y[0] if torch.is_tensor(y) else torch.tensor(y)
-
-
-VALUES = {
-    "plain": lambda x, mesh: x.sum(0),
-    "whole": lambda x, mesh: placed(x.sum(0), (None, None), mesh),
-    "split": lambda x, mesh: placed(x.sum(0), (None, M), mesh),
-    # Each process has a part of the sum.
-    "partial": lambda x, mesh: placed(x, (M, None, None), mesh).sum(0),
-    "number": lambda x, mesh: 2.0,
-}
-TARGETS = {
-    name: VALUES[name] for name in ("plain", "whole", "split", "partial")
-}
-
-
-@pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_values_are_written_in_place(name, target, value, mesh):
-    x, y = randn(4, 4, 8).abs() + 0.5, randn(4, 8, 4).mT.abs() + 0.5
-    expected, given = x.sum(0), VALUES[value](y, mesh)
-    IN_PLACE[name](expected, placement.to_full(given))
-    found = TARGETS[target](x, mesh)
-    IN_PLACE[name](found, given)
-    torch.testing.assert_close(placement.to_full(found), expected)
