@@ -23,7 +23,7 @@ ADDED = {
     "distribute_model": "(model, distribution=None)",
     "plan_sharding": (
         "(model_or_build_fn, device_mesh, input_spec=None, overrides=None, "
-        "fully_shard=None, gather_outputs=16777216)"
+        "sequence_parallel=False, fully_shard=False, gather_outputs=16777216)"
     ),
     "register_rule": "(cls)",
     "ShardingPlan": (
@@ -32,7 +32,8 @@ ADDED = {
     ),
     "TensorParallel": (
         "(device_mesh=None, batch_dim_name=None, plan=None, overrides=None, "
-        "strict=False, auto_shard_dataset=True)"
+        "strict=False, auto_shard_dataset=True, sequence_parallel=False, "
+        "fully_shard=False)"
     ),
     "verify": (
         "(build_fn, distribution, x, y, steps=5, batch_size=None, seed=0, "

@@ -192,23 +192,24 @@ class ShardingPlan:
             if there are any, to `(count, bytes)`: bytes of the results on one
             device.
         """
-        sizes = [row.size for row in self.reductions]
-        total = self._sum(sizes, batch_size, sequence_length)
+        args = batch_size, sequence_length
+        sizes = [row.size for row in self.reductions if not row.scattered]
+        total = self._sum(sizes, *args)
         count = len(sizes)
         if self._replicas > 1:
             gradients = [r for r in self.variables if r.trainable]
             count += len(gradients)
             total += sum(self.device_bytes(row) for row in gradients)
         found = {"all_reduce": (count, total)}
-        if self.gathers:
-            sizes = [row.size for row in self.gathers]
-            size = self._sum(sizes, batch_size, sequence_length)
-            found["all_gather"] = (len(sizes), size)
-        sizes = [row.size for row in self.gathers if row.is_scattered]
+        along = [row.size for row in self.reductions if row.scattered]
+        sizes = along + [row.size for row in self.gathers]
         if sizes:
-            size = self._sum(sizes, batch_size, sequence_length)
+            found["all_gather"] = (len(sizes), self._sum(sizes, *args))
+        sizes = along + [row.size for row in self.gathers if row.is_scattered]
+        if sizes:
             count = axis_size(self.device_mesh, self.axis)
-            found["reduce_scatter"] = (len(sizes), size // count)
+            size = self._sum(sizes, *args) // count
+            found["reduce_scatter"] = (len(sizes), size)
         return found
 
     @property
@@ -355,7 +356,8 @@ def plan_sharding(
     device_mesh,
     input_spec=None,
     overrides=None,
-    fully_shard=None,
+    sequence_parallel=False,
+    fully_shard=False,
     gather_outputs=2**24,
 ):
     """Plans how the variables of a model are split over a mesh.
@@ -385,12 +387,15 @@ def plan_sharding(
         overrides: Dict of path, or pattern that matches whole paths, to a
             tuple of mesh axes and `None`s, one for each dim. Dims that must be
             split together with an overridden dim follow. Defaults to `None`.
-        fully_shard: String, a mesh axis that splits batches, such as
-            `"batch"`. Every variable, and so its optimizer slots, is also split
-            over this axis, along its largest whole dim that divides, and
-            gathered before it is used (FSDP, or ZeRO-3, with tensor
-            parallelism: Rajbhandari et al. 2020). Defaults to `None`: variables
-            are replicated over it.
+        sequence_parallel: Boolean. Whether activations of shape `(batch,
+            sequence, features)` between row- and column-parallel layers are
+            split along the sequence (Korthikanti et al. 2022). Defaults to
+            `False`.
+        fully_shard: Boolean. Whether every variable, and so its optimizer
+            slots, is also split over the axis of the batch, along its largest
+            whole dim that divides, and gathered before it is used (FSDP, or
+            ZeRO-3, with tensor parallelism: Rajbhandari et al. 2020). A string
+            names another axis. Defaults to `False`.
         gather_outputs: Int, a number of bytes. If less than 90 % of the
             matrices would be split, kernels of at least this size are split
             although what follows needs the output of their layer whole: the
@@ -417,7 +422,9 @@ def plan_sharding(
             f"one. Received: {model_or_build_fn}"
         )
     planned, instead = planner.plan_graph(
-        *(graph, device_mesh, overrides, fully_shard),
+        *(graph, device_mesh, overrides),
+        planner.fully_shard_axis(fully_shard, device_mesh),
+        sequence_parallel,
         uneven=backend.distribution_lib.splits_unevenly(),
         in_blocks=backend.distribution_lib.splits_in_blocks(),
         gather_outputs=gather_outputs,

@@ -43,6 +43,10 @@ class TensorLayout(keras_lib.TensorLayout):
             this one. Its gradient gets that layout too: without it, XLA may
             gather the layer's kernel in the backward pass. Defaults to `None`,
             for one that is not known.
+        sequence_parallel: Boolean. Whether activations around a split kernel,
+            of shape `(batch, sequence, features)`, are split along the
+            sequence: an input is gathered, and a sum over the devices is
+            reduce-scattered. Defaults to `False`.
 
     Raises:
         ValueError: if a mesh axis is unknown or appears twice.
@@ -50,6 +54,7 @@ class TensorLayout(keras_lib.TensorLayout):
 
     uneven = False
     gathered_from = None
+    sequence_parallel = False
     blocks = types.MappingProxyType({})
 
     def __init__(self, axes, device_mesh=None):

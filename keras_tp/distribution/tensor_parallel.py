@@ -67,6 +67,11 @@ class TensorParallel(ModelParallel):
             Defaults to `False`.
         auto_shard_dataset: Boolean. Whether each of several processes is
             given the whole data; see `Distribution`. Defaults to `True`.
+        sequence_parallel: Boolean, as `plan_sharding` takes it, for those
+            plans. Defaults to `False`.
+        fully_shard: Boolean, as `plan_sharding` takes it, for those plans:
+            variables are split over the axis of the batch too. Defaults to
+            `False`.
 
     Attributes:
         shard_optimizer: Boolean. Whether optimizer slots are split over the
@@ -75,7 +80,7 @@ class TensorParallel(ModelParallel):
 
     Raises:
         ValueError: if `device_mesh` is not the mesh of the plan, both a plan
-            and overrides are given, or the batch axis is unknown.
+            and an option of plans are given, or the batch axis is unknown.
     """
 
     def __init__(
@@ -86,9 +91,16 @@ class TensorParallel(ModelParallel):
         overrides=None,
         strict=False,
         auto_shard_dataset=True,
+        sequence_parallel=False,
+        fully_shard=False,
     ):
         if plan is not None:
-            _check_plan(plan, device_mesh, overrides)
+            _check_plan(
+                *(plan, device_mesh),
+                overrides=overrides,
+                sequence_parallel=sequence_parallel,
+                fully_shard=fully_shard,
+            )
             device_mesh = plan.device_mesh
         elif device_mesh is None:
             device_mesh = distribution_lib.DeviceMesh(
@@ -108,6 +120,11 @@ class TensorParallel(ModelParallel):
         self.plan = plan
         self._is_given = plan is not None
         self._overrides = dict(overrides or {})
+        self._sequence_parallel = sequence_parallel
+        self._fully_shard = planner.fully_shard_axis(
+            self._batch_dim_name if fully_shard is True else fully_shard,
+            device_mesh,
+        )
         self._strict = strict
         self._planned = {}
         # Layer -> layout of its output, if it is gathered.
@@ -141,8 +158,15 @@ class TensorParallel(ModelParallel):
                 self._note(variable, layout)
                 return layout
             variable._awaits_plan = True
-            layout = _largest_dim_split(shape, self.device_mesh)
+            layout = self._largest_dim_split(shape)
         return layout
+
+    def _largest_dim_split(self, shape):
+        """Returns a layout that splits the largest dim that divides evenly."""
+        axes = [None] * len(shape)
+        for axis in (planner.model_axis(self.device_mesh), self._fully_shard):
+            axes = split_largest_dim(axes, shape, axis, self.device_mesh)
+        return layout_with(axes, self.device_mesh, uneven=True)
 
     def get_tensor_layout(self, path):
         layout = super().get_tensor_layout(path)
@@ -180,7 +204,7 @@ class TensorParallel(ModelParallel):
         if row is None or row.dtype != "int8":
             return None
         if variable._dtype != "int8":
-            return _largest_dim_split(tuple(variable.shape), self.device_mesh)
+            return self._largest_dim_split(tuple(variable.shape))
         is_alike = row.shape == tuple(variable.shape)
         return self.plan.layout_of(row) if is_alike else None
 
@@ -207,7 +231,13 @@ class TensorParallel(ModelParallel):
                 for variable in model.weights
             )
         }
-        self.plan = plan_sharding(model, self.device_mesh, None, overrides)
+        self.plan = plan_sharding(
+            model,
+            self.device_mesh,
+            overrides=overrides,
+            sequence_parallel=self._sequence_parallel,
+            fully_shard=self._fully_shard,
+        )
         for variable in model.weights:
             row, shape = self.plan[variable.path], tuple(variable.shape)
             # A path may have several variables, as a kernel and its packed
@@ -344,18 +374,19 @@ class TensorParallel(ModelParallel):
 ShardingPlan._distribution_class = TensorParallel
 
 
-def _check_plan(plan, device_mesh, overrides):
+def _check_plan(plan, device_mesh, **options):
     if not isinstance(plan, ShardingPlan):
         raise ValueError(
             "`plan` must be a `ShardingPlan`, from `plan_sharding`, or from "
             "`ShardingPlan.load` for a file. Received: "
             f"plan={plan!r} (of type {type(plan)})"
         )
-    if overrides:
-        raise ValueError(
-            "Pass `overrides` to `plan_sharding`: an existing plan does not "
-            f"change. Received: overrides={overrides}"
-        )
+    for name, value in options.items():
+        if value:
+            raise ValueError(
+                f"Pass `{name}` to `plan_sharding`: an existing plan does not "
+                f"change. Received: {name}={value}"
+            )
     mesh = plan.device_mesh
     if device_mesh is not None and device_mesh is not mesh:
         raise ValueError(
@@ -369,14 +400,6 @@ def _is_weight(variable):
     return role == variable_origin.WEIGHT
 
 
-def _largest_dim_split(shape, device_mesh):
-    """Returns a layout that splits the largest dim that divides evenly."""
-    axis = planner.model_axis(device_mesh)
-    whole = [None] * len(shape)
-    axes = split_largest_dim(whole, shape, axis, device_mesh)
-    return layout_with(axes, device_mesh, uneven=True)
-
-
 def _move_to_plan(model, distribution):
     """Moves each weight, and its slots, to its planned layout."""
     lib = backend.distribution_lib
@@ -388,3 +411,6 @@ def _move_to_plan(model, distribution):
         if before is None or not splits_alike(before, layout):
             lib.relayout_variable(variable, layout)
             optimizer_slots.note_slot_layout(variable)
+        else:
+            # It may say more than how the variable is split.
+            variable._layout = layout

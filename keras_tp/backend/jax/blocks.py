@@ -8,6 +8,8 @@ that a reshape to (..., 3, heads, E / heads) begins with it. The tensor of shape
 (..., 3 E) is then not computed; if it is needed elsewhere, XLA gathers it.
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 from keras.src.backend.jax import core
@@ -15,6 +17,7 @@ from keras.src.backend.jax.numpy import einsum
 from keras.src.backend.jax.sparse import jax_sparse
 
 from keras_tp.backend.jax import rematerialization
+from keras_tp.backend.jax import sequence_parallel
 from keras_tp.backend.jax import storage
 
 
@@ -44,13 +47,19 @@ class Functions:
     def matmul(original, x1, x2):
         kernel, dim = _form(x2)
         if dim != 1 or kernel.ndim != 3:
-            result = original(x1, x2)
+            result = sequence_parallel.matmul(original, x1, x2)
             rank = len(getattr(x2, "shape", ()))
             return rematerialization.summed(result, x2, max(rank - 2, 0))
         x1 = core.convert_to_tensor(x1)
         if x1.ndim < 1 or isinstance(x1, jax_sparse.JAXSparse):
             return original(x1, x2)
-        return _joined(einsum("...d,dbe->...be", x1, kernel), x1.ndim - 1)
+        multiply = functools.partial(einsum, "...d,dbe->...be")
+        in_blocks = sequence_parallel.product(
+            "abd,dce->abce", x1, sequence_parallel.kernel_of(x2), multiply
+        )
+        if in_blocks is None:
+            in_blocks = multiply(x1, kernel)
+        return _joined(in_blocks, x1.ndim - 1)
 
     def add(original, x1, x2):
         (a, i), (b, j) = _form(x1), _form(x2)

@@ -17,6 +17,7 @@ from keras_tp.backend.jax import pooling
 from keras_tp.backend.jax import processes
 from keras_tp.backend.jax import programs
 from keras_tp.backend.jax import rematerialization
+from keras_tp.backend.jax import sequence_parallel
 from keras_tp.backend.jax import storage
 from keras_tp.backend.processes import callbacks
 from keras_tp.backend.processes import data_shards
@@ -159,8 +160,9 @@ TABLE = [
     remat.row("jax", rematerialization.keeping),
     methods_row(
         f"{_KERAS}.numpy",
-        rematerialization.Functions,
-        "results of all-reduces have a name, by which they are kept",
+        sequence_parallel.Functions,
+        "activations are split along the sequence; sums have a name, by which "
+        "rematerialization keeps them",
     ),
     Hook(
         "keras.src.backend.common.stateless_scope:StatelessScope",

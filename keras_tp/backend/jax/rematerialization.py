@@ -53,26 +53,3 @@ def summed(result, kernel, *dims):
     if all(layout.axes[dim] is None for dim in dims):
         return result
     return checkpoint_name(result, _NAME)
-
-
-class Functions:
-    """Functions of `keras.src.backend.jax.numpy` whose results may be sums.
-
-    `blocks.Functions` has `matmul`.
-    """
-
-    def einsum(original, subscripts, *operands, **kwargs):
-        result = original(subscripts, *operands, **kwargs)
-        if len(operands) != 2 or "->" not in subscripts:
-            return result
-        inputs, output = subscripts.split("->")
-        of_kernel = inputs.split(",")[1].strip()
-        if len(of_kernel) != len(operands[1].shape):
-            # An ellipsis.
-            return result
-        dims = [i for i, dim in enumerate(of_kernel) if dim not in output]
-        return summed(result, operands[1], *dims)
-
-    def take(original, x, indices, axis=None):
-        result = original(x, indices, axis=axis)
-        return result if axis is None else summed(result, x, axis)

@@ -15,6 +15,8 @@ FORMAT_VERSION = 1
 DIGEST = "sha256"
 # A field that only some plans have.
 _GATHERS = "gathers"
+# Fields that only some rows have, which are then true.
+_OPTIONAL = ("sequence_parallel", "scattered")
 _MOST_DEVICES = 2**20
 # Largest exponent of the batch or the sequence length in a size.
 _MOST_POWER = 16
@@ -111,18 +113,22 @@ def text_of(plan):
         "split_outputs": [size.listed() for size in plan.split_outputs],
     }
 
-    def with_size(row):
-        return {**row._asdict(), "size": row.size.listed()}
+    def listed(row):
+        fields = {k: v for k, v in row._asdict().items() if k not in _OPTIONAL}
+        fields |= {k: True for k in _OPTIONAL if getattr(row, k, False)}
+        if "size" in fields:
+            fields["size"] = row.size.listed()
+        return fields
 
     lists = {
-        "variables": [row._asdict() for row in plan.variables],
-        "reductions": [with_size(row) for row in plan.reductions],
+        "variables": [listed(row) for row in plan.variables],
+        "reductions": [listed(row) for row in plan.reductions],
     }
     if plan.gathers:
-        lists[_GATHERS] = [with_size(row) for row in plan.gathers]
+        lists[_GATHERS] = [listed(row) for row in plan.gathers]
     lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
-    for name, listed in lists.items():
-        body = ",\n".join(f"  {json.dumps(row)}" for row in listed)
+    for name, rows in lists.items():
+        body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
         lines.append(f"{json.dumps(name)}: [\n{body}\n ]")
     return "{\n " + ",\n ".join(lines) + "\n}\n"
 
@@ -216,7 +222,9 @@ def _check_variable(where, row, sizes):
         row,
         *("path", "shape", "dtype", "trainable", "axes", "blocks", "why"),
         "obstacles",
+        optional=["sequence_parallel"],
     )
+    _check_optional(where, row, "sequence_parallel")
     shape, axes, obstacles = row["shape"], row["axes"], row["obstacles"]
 
     def need(is_right, name, what):
@@ -251,7 +259,13 @@ def _check_variable(where, row, sizes):
 
 
 def _check_reduction(where, row):
-    _check_fields(where, row, "path", "operation", "backward", "terms", "size")
+    _check_fields(
+        where,
+        row,
+        *("path", "operation", "backward", "terms", "size"),
+        optional=["scattered"],
+    )
+    _check_optional(where, row, "scattered")
     _check_types(where, row, path=str, operation=str, backward=bool)
     _need(_is_int(row["terms"], 1), f"{where}.terms", "1 or more", row["terms"])
     _check_size(f"{where}.size", row["size"])
@@ -283,9 +297,10 @@ def _check_size(where, size):
     _need(is_right, where, "bytes, two small exponents and an offset", size)
 
 
-def _check_fields(where, row, *names):
+def _check_fields(where, row, *names, optional=()):
     _need(isinstance(row, dict), where, f"an object of {list(names)}", row)
     missing = [name for name in names if name not in row]
+    names += tuple(name for name in optional if name in row)
     unknown = [name for name in row if name not in names]
     if missing or unknown:
         raise ValueError(
@@ -293,6 +308,11 @@ def _check_fields(where, row, *names):
             f"Missing: {missing}. Unknown: {unknown}. Plan the model again. "
             f"Received: {str(row)[:60]}"
         )
+
+
+def _check_optional(where, row, name):
+    value = row.get(name, True)
+    _need(value is True, f"{where}.{name}", "true, or left out", value)
 
 
 def _check_types(where, row, **types):

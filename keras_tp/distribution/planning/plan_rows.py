@@ -16,7 +16,9 @@ OF_ONE_PATH = "several variables of different shapes have this path"
 class PlannedVariable(
     collections.namedtuple(
         "PlannedVariable",
-        "path shape dtype trainable axes blocks why obstacles",
+        "path shape dtype trainable axes blocks why obstacles "
+        "sequence_parallel",
+        defaults=[False],
     )
 ):
     """One row of a `ShardingPlan`.
@@ -33,6 +35,8 @@ class PlannedVariable(
         why: String, the reason for the layout.
         obstacles: Tuple with a string for each dim: why the planner cannot
             split it, or an empty string.
+        sequence_parallel: Boolean. Whether activations around it are split
+            along the sequence. Defaults to `False`.
     """
 
     def layout(self, device_mesh, axis):
@@ -40,7 +44,9 @@ class PlannedVariable(
         blocks = {
             dim: self.blocks for dim, a in enumerate(self.axes) if a == axis
         }
-        return layout_with(self.axes, device_mesh, True, blocks)
+        layout = layout_with(self.axes, device_mesh, True, blocks)
+        layout.sequence_parallel = self.sequence_parallel
+        return layout
 
     @property
     def nbytes(self):
@@ -63,7 +69,9 @@ class PlannedVariable(
 
 class PlannedReduction(
     collections.namedtuple(
-        "PlannedReduction", "path operation backward terms size"
+        "PlannedReduction",
+        "path operation backward terms size scattered",
+        defaults=[False],
     )
 ):
     """A sum over the devices in every training step.
@@ -76,6 +84,9 @@ class PlannedReduction(
         terms: Int, number of gradients that are added up before the sum over
             the devices. XLA on CPUs sums each of them over the devices.
         size: `Size` in bytes.
+        scattered: Boolean. Whether each device keeps the sum of its part of
+            the sequence: a reduce-scatter. The other pass has an all-gather.
+            Defaults to `False`.
     """
 
 

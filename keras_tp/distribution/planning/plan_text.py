@@ -80,6 +80,7 @@ def _layout(row):
 def _totals(plan):
     total = sum(row.nbytes for row in plan.variables)
     held = sum(plan.device_bytes(row) for row in plan.variables)
+    along = sum(row.scattered for row in plan.reductions)
     others = [row.path for row in plan.variables if not row.is_predicted]
     more = (
         f" {len(others)} variables cause others, {NOT_PREDICTED}, the first "
@@ -92,6 +93,7 @@ def _totals(plan):
         f"{format_bytes(held)} of {format_bytes(total)}; "
         f"{plan.split_share:.1%} of the matrices are split; "
         f"{len(plan.reductions)} sums over the devices in a training step"
+        + f", {along} of them along the sequence" * bool(along)
         + f", {len(plan.gathers)} outputs gathered" * bool(plan.gathers)
         + f".{more}"
     )
@@ -199,9 +201,10 @@ def _row(plan, row):
 def _sum(row, path=""):
     what = "gradient of its input" if row.backward else "output"
     where = f"{html.escape(path)}: " if path else ""
+    kept = " and split along the sequence" if row.scattered else ""
     return (
         f"<p class='sum'>{where}{html.escape(row.operation)}: its {what} is "
-        f"summed over the devices, {_growth(row.size)}</p>"
+        f"summed over the devices{kept}, {_growth(row.size)}</p>"
     )
 
 

@@ -2,11 +2,13 @@
 
 import collections
 import re
+import warnings
 
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning import rules_math  # noqa: F401
 from keras_tp.distribution.planning import rules_nn  # noqa: F401
 from keras_tp.distribution.planning import rules_shape  # noqa: F401
+from keras_tp.distribution.planning import sequence
 from keras_tp.distribution.planning import solver
 from keras_tp.distribution.planning.plan_rows import OF_ONE_PATH
 from keras_tp.distribution.planning.plan_rows import PlannedGather
@@ -28,6 +30,7 @@ def plan_graph(
     device_mesh,
     overrides=None,
     fully_shard=None,
+    sequence_parallel=False,
     uneven=True,
     in_blocks=True,
     gather_outputs=None,
@@ -38,7 +41,9 @@ def plan_graph(
         graph: `Graph`.
         device_mesh: `DeviceMesh`.
         overrides: Dict, as `plan_sharding` takes it. Defaults to `None`.
-        fully_shard: String, as `plan_sharding` takes it. Defaults to `None`.
+        fully_shard: String, the mesh axis, or `None`, the default.
+        sequence_parallel: Boolean, as `plan_sharding` takes it. Defaults to
+            `False`.
         uneven: Boolean. Whether the backend can split a large dim that the
             devices do not divide. Defaults to `True`. The plan does not depend
             on it, only `instead` does.
@@ -49,7 +54,6 @@ def plan_graph(
     Returns:
         A dict of the arguments, and `ShardingPlan.instead`.
     """
-    _check_fully_shard(fully_shard, device_mesh)
     axis = model_axis(device_mesh)
     count = axis_size(device_mesh, axis)
     overridden = _resolve_overrides(graph, device_mesh, overrides or {})
@@ -59,7 +63,11 @@ def plan_graph(
     }
 
     def solve(**kwargs):
-        solution = solver.solve(graph, count, forced, **kwargs)
+        solution = solver.solve(
+            *(graph, count, forced),
+            sequence_parallel=sequence_parallel,
+            **kwargs,
+        )
         rows = _rows(graph, solution, axis, overridden)
         if fully_shard is not None:
             rows = [
@@ -81,7 +89,16 @@ def plan_graph(
             if (row.axes, row.blocks) != (planned.axes, planned.blocks)
         }
     # Some of its steps gather.
-    graph = solution.graph
+    graph, streams = solution.graph, solution.streams
+    if sequence_parallel and count > 1 and not streams.kernels:
+        _warn_if_no_sequence(graph, count)
+    in_parts = streams.split - streams.whole
+
+    def split_dim(value):
+        if value.index in in_parts:
+            return sequence.SEQUENCE
+        return solution.split_dim(value)
+
     arguments = dict(
         model_name=graph.name,
         axis=axis,
@@ -93,10 +110,12 @@ def plan_graph(
                 backward=r.backward,
                 terms=r.terms,
                 size=cost.size_of(r.tensor, graph),
+                scattered=r.tensor.index
+                in (streams.whole if r.backward else streams.split),
             )
             for r in solution.reductions
         ],
-        activations=cost.kept_activations(graph, solution.split_dim, count),
+        activations=cost.kept_activations(graph, split_dim, count),
         split_outputs=[
             cost.size_of(value, graph)
             for value in graph.outputs
@@ -144,21 +163,44 @@ def _rows(graph, solution, axis, overridden):
             trainable=value.trainable,
             axes=overridden.get(value.path, tuple(axes)),
             blocks=choice.blocks,
-            why=choice.why,
+            why=sequence.why(choice.why, value.path, solution.streams),
             obstacles=obstacles,
+            sequence_parallel=value.path in solution.streams.kernels,
         )
         rows.append(row)
     return rows
 
 
-def _check_fully_shard(axis, device_mesh):
-    if axis is None or axis in device_mesh.axis_names:
-        if axis is None or axis != model_axis(device_mesh):
-            return
+def _warn_if_no_sequence(graph, count):
+    warnings.warn(
+        f"`sequence_parallel=True` changes nothing in {graph.name!r}: no "
+        "row-parallel layer or lookup gives activations of shape (batch, "
+        f"sequence, features) whose sequence divides by {count}. Received: "
+        "sequence_parallel=True",
+        stacklevel=4,
+    )
+
+
+def fully_shard_axis(value, device_mesh):
+    """Returns the mesh axis over which variables are fully sharded, or `None`.
+
+    Args:
+        value: Boolean or string, as `plan_sharding` takes it.
+        device_mesh: `DeviceMesh`.
+
+    Raises:
+        ValueError: if there is no such axis.
+    """
+    if value is None or value is False:
+        return None
+    axis = batch_axis(device_mesh) if value is True else value
+    if axis in device_mesh.axis_names and axis != model_axis(device_mesh):
+        return axis
     raise ValueError(
-        "`fully_shard` must be a mesh axis that splits batches: each device "
+        "`fully_shard` must be a mesh axis that splits batches, or `True` for "
+        f"an axis named {' or '.join(map(repr, BATCH_AXES))}: each device "
         "along it then holds a part of every variable. Received: "
-        f"fully_shard={axis!r}, axes={list(device_mesh.axis_names)}; axis "
+        f"fully_shard={value!r}, axes={list(device_mesh.axis_names)}; axis "
         f"{model_axis(device_mesh)!r} splits the model"
     )
 

@@ -1,6 +1,7 @@
 """What a plan says of a split: why it was chosen, and what it costs."""
 
 from keras_tp.distribution.planning.plan_rows import NOT_PREDICTED
+from keras_tp.distribution.tensor_layout import format_bytes
 
 ROW = "row-parallel"
 COLUMN = "column-parallel: one all-reduce of the input's gradient"
@@ -18,9 +19,35 @@ DISAGREES = (
 GATHERED = "; the layer's output is gathered"
 # Of a dim that the devices do not divide.
 UNEVEN = "; {} does not divide by {}, so the last device holds less"
+# Of kernels beside activations that are split along the sequence.
+COLUMN_OF_SEQUENCE = "column-parallel: its input is gathered along the sequence"
+SUMMED, SCATTERED = "one all-reduce", "one reduce-scatter"
+NEEDED_WHOLE = (
+    "; {} needs what it returns whole or combines it with whole activations, "
+    f"so backends gather, {NOT_PREDICTED}"
+)
 # Of a fused projection that is split.
 EACH_BLOCK = "; each of its {} blocks is split"
 # Why a fused projection is whole, and how it could be split.
 IN_BLOCKS = "{} blocks in one dim, and {}"
 INSTEAD = "; give them a dim of their own, or let each head have its blocks"
 NOT_HERE = "this backend has no dims of blocks"
+
+
+def not_alone(saved, enough, count, sizes):
+    """Returns why a class is not split that no operation sums over.
+
+    Args:
+        saved: Int, the bytes of its variables.
+        enough: Float, the bytes that they would need to have.
+        count: Int, number of devices along the axis that splits variables.
+        sizes: List of `Size`, the bytes that it would communicate.
+    """
+    saved, enough = (size - size / count for size in (saved, enough))
+    return (
+        f"saves {format_bytes(saved)} per device (a split that no operation "
+        f"sums over has to save {format_bytes(enough)}), and communicates "
+        f"{format_bytes(sum(size.at(1, 1) for size in sizes))} per example"
+        + " and position"
+        * any(size.length for size in sizes)
+    )

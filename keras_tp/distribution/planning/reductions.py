@@ -98,7 +98,7 @@ def _has_class(planner, value, root):
     )
 
 
-def of(planner, unsummed):
+def of(planner, unsummed, more=()):
     """Finds the sums over the devices, in the order of their causes.
 
     Gradients are summed if a variable needs them and an output depends on them.
@@ -106,6 +106,8 @@ def of(planner, unsummed):
     Args:
         planner: The planner of `solver`, after it has chosen.
         unsummed: Set of the indices of partials that are not summed.
+        more: List of pairs of the position of a step and another `Reduction`.
+            Defaults to none.
 
     Returns:
         A list of `Reduction`, and a set of the indices of gathered values whose
@@ -139,7 +141,7 @@ def of(planner, unsummed):
     for index in scattered:
         del found["gradient", index]
     position = {id(step): k for k, step in enumerate(planner.graph.steps)}
-    causes = []
+    causes = list(more)
     for partials in found.values():
         first = min(partials, key=lambda p: position[id(p.step)])
         reduction = Reduction(

@@ -45,15 +45,20 @@ class Solution:
         unknown: Dict of each kind of step without a rule to the path of its
             first layer.
         graph: The `Graph` of these choices, in which some steps gather.
+        streams: `sequence.Streams`, the activations that are split along the
+            sequence.
         inserted: Dict of the path of a layer to the gathers that were inserted
             after its calls.
     """
 
-    def __init__(self, choices, reductions, split_dim, gathers, unknown, graph):
+    def __init__(
+        self, choices, reductions, split_dim, gathers, unknown, graph, streams
+    ):
         self.choices = choices
         self.reductions = reductions
         self.split_dim = split_dim
         self.gathers = gathers
         self.unknown = unknown
         self.graph = graph
+        self.streams = streams
         self.inserted = {}

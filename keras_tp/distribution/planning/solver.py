@@ -15,11 +15,11 @@ from keras_tp.distribution.planning import fused
 from keras_tp.distribution.planning import gathers
 from keras_tp.distribution.planning import reasons
 from keras_tp.distribution.planning import reductions
+from keras_tp.distribution.planning import sequence
 from keras_tp.distribution.planning.dim_groups import Classes
 from keras_tp.distribution.planning.solution import Choice
 from keras_tp.distribution.planning.solution import Gather
 from keras_tp.distribution.planning.solution import Solution
-from keras_tp.distribution.tensor_layout import format_bytes
 
 # A split that no later operation sums over costs a gather, or splits outputs of
 # the model. So it has to save this share of all parameters. In a deep model no
@@ -38,6 +38,7 @@ def solve(
     in_blocks=True,
     gather_outputs=None,
     inserted=None,
+    sequence_parallel=False,
 ):
     """Chooses a split for every variable of a graph.
 
@@ -58,11 +59,13 @@ def solve(
             of its layer may be gathered. Defaults to `None`: none is.
         inserted: Dict, the `Solution.inserted` of another solution for this
             graph: these outputs are gathered. Defaults to `None`.
+        sequence_parallel: Boolean. Whether activations are split along the
+            sequence where they can be. Defaults to `False`.
 
     Returns:
         A `Solution`.
     """
-    arguments = count, dict(forced or {}), uneven, in_blocks
+    arguments = count, dict(forced or {}), uneven, in_blocks, sequence_parallel
     planner = _Planner(graph, *arguments)
     solution = planner.solution()
 
@@ -95,14 +98,25 @@ class _Planner(Classes):
         forced: Dict, as for `solve`.
         uneven: Boolean, as for `solve`.
         in_blocks: Boolean, as for `solve`.
+        sequence_parallel: Boolean, as for `solve`.
         without: The planner for the same graph without gathers, after it has
             chosen, if steps of this graph gather. A variable that is whole
             there stays whole, unless it is in the layer of a kernel for which
             an output is gathered.
     """
 
-    def __init__(self, graph, count, forced, uneven, in_blocks, without=None):
+    def __init__(
+        self,
+        graph,
+        count,
+        forced,
+        uneven,
+        in_blocks,
+        sequence_parallel=False,
+        without=None,
+    ):
         super().__init__(graph, count, uneven)
+        self._sequence_parallel = sequence_parallel and count > 1
         self._splits_blocks = in_blocks
         self._without = without
         self.forced = forced
@@ -139,7 +153,9 @@ class _Planner(Classes):
                 if choice.dim is None
             }
         self.choices = choices
-        sums, scattered = reductions.of(self, not_summed)
+        find = sequence.find if self._sequence_parallel else sequence.find_none
+        streams = find(self, not_summed)
+        sums, scattered = reductions.of(self, not_summed, streams.sums)
         return Solution(
             choices,
             sums,
@@ -147,6 +163,7 @@ class _Planner(Classes):
             [self._gather(step, scattered) for step in self.gathering()],
             self.dims.unknown,
             self.graph,
+            streams,
         )
 
     def _gather(self, step, scattered):
@@ -305,17 +322,8 @@ class _Planner(Classes):
 
     def _why_not_alone(self, root, saved, enough):
         """Returns why a class is not split that no operation sums over."""
-        saved, enough = (
-            format_bytes(size - size / self.count) for size in (saved, enough)
-        )
         sizes = [cost.size_of(value, self.graph) for value in self.sums[root]]
-        return (
-            f"saves {saved} per device (a split that no operation sums over "
-            f"has to save {enough}), and communicates "
-            f"{format_bytes(sum(size.at(1, 1) for size in sizes))} per example"
-            + " and position"
-            * any(size.length for size in sizes)
-        )
+        return reasons.not_alone(saved, enough, self.count, sizes)
 
     def _plan_in_blocks(self, root, free):
         """Notes a class that is not split, because of its fused dims.
