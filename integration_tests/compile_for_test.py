@@ -49,12 +49,47 @@ def build(depth=1):
     return keras.Model(inputs, outputs, name="blocks")
 
 
+def build_text():
+    """Two blocks behind an embedding, in bfloat16."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        tokens = keras.Input((LENGTH,), dtype="int32")
+        x = keras.layers.Embedding(1024, HIDDEN)(tokens)
+        for _ in range(2):
+            x += keras.layers.Dense(HIDDEN)(
+                keras.layers.Dense(4 * HIDDEN, activation="gelu")(
+                    keras.layers.LayerNormalization()(x)
+                )
+            )
+        return keras.Model(tokens, x)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
 def build_halved(depth=1):
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         return build(depth)
     finally:
         keras.config.set_dtype_policy("float32")
+
+
+@on_jax
+@pytest.mark.parametrize("target", [needed("h100"), needed("v5e")])
+def test_sequence_parallelism_sums_no_activation(target):
+    names = [f"cpu:{i}" for i in range(DEVICES)]
+    mesh = dist.DeviceMesh((DEVICES,), ["model"], names)
+    parallel = dist.TensorParallel(mesh, sequence_parallel=True)
+    args = build_text, parallel, target, DEVICES
+    report = dist.compile_for(*args, batch_size=BATCH, loss="mse")
+    found = {
+        kind: (row["count"], row["bytes"])
+        for kind, row in report.collectives.items()
+    }
+    # In each pass two of two blocks, and one of the embedding.
+    assert found["all_gather"] == (5, 5 * SIZE)
+    assert found["reduce_scatter"] == (5, 5 * SIZE // DEVICES)
+    assert found["all_reduce"][1] < SIZE // 10
 
 
 @on_jax

@@ -374,7 +374,7 @@ def _moved(distribution, mesh, build_fn, input_spec):
             plan.device_mesh = mesh
         else:
             plan = plan_sharding(
-                build_fn, mesh, input_spec, distribution._overrides
+                build_fn, mesh, input_spec, **distribution._options
             )
         made = TensorParallel(
             plan=plan, batch_dim_name=distribution.batch_dim_name
@@ -387,7 +387,10 @@ def _moved(distribution, mesh, build_fn, input_spec):
     if given is not None:
         made._layout_map = LayoutMap(mesh)
         for pattern, layout in given.items():
-            made._layout_map[pattern] = layout_like(
-                layout.axes, layout, device_mesh=mesh
+            moved = layout_like(layout.axes, layout, device_mesh=mesh)
+            # Layouts of Keras have no such attribute.
+            moved.sequence_parallel = getattr(
+                layout, "sequence_parallel", False
             )
+            made._layout_map[pattern] = moved
     return made

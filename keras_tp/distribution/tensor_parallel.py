@@ -119,12 +119,14 @@ class TensorParallel(ModelParallel):
         self._batch_dim_name = batch_dim_name
         self.plan = plan
         self._is_given = plan is not None
-        self._overrides = dict(overrides or {})
-        self._sequence_parallel = sequence_parallel
-        self._fully_shard = planner.fully_shard_axis(
-            self._batch_dim_name if fully_shard is True else fully_shard,
-            device_mesh,
-        )
+        if fully_shard is True:
+            fully_shard = self._batch_dim_name or True
+        # What `plan_sharding` takes.
+        self._options = {
+            "overrides": dict(overrides or {}),
+            "sequence_parallel": sequence_parallel,
+            "fully_shard": planner.fully_shard_axis(fully_shard, device_mesh),
+        }
         self._strict = strict
         self._planned = {}
         # Layer -> layout of its output, if it is gathered.
@@ -163,10 +165,10 @@ class TensorParallel(ModelParallel):
 
     def _largest_dim_split(self, shape):
         """Returns a layout that splits the largest dim that divides evenly."""
-        axes = [None] * len(shape)
-        for axis in (planner.model_axis(self.device_mesh), self._fully_shard):
-            axes = split_largest_dim(axes, shape, axis, self.device_mesh)
-        return layout_with(axes, self.device_mesh, uneven=True)
+        mesh, axes = self.device_mesh, (None,) * len(shape)
+        for axis in (planner.model_axis(mesh), self._options["fully_shard"]):
+            axes = split_largest_dim(axes, shape, axis, mesh)
+        return layout_with(axes, mesh, uneven=True)
 
     def get_tensor_layout(self, path):
         layout = super().get_tensor_layout(path)
@@ -224,20 +226,15 @@ class TensorParallel(ModelParallel):
             return
         overrides = {
             pattern: axes
-            for pattern, axes in self._overrides.items()
+            for pattern, axes in self._options["overrides"].items()
             # An override may be meant for a model that is not built yet.
             if any(
                 planner.override_matches(pattern, variable.path)
                 for variable in model.weights
             )
         }
-        self.plan = plan_sharding(
-            model,
-            self.device_mesh,
-            overrides=overrides,
-            sequence_parallel=self._sequence_parallel,
-            fully_shard=self._fully_shard,
-        )
+        options = {**self._options, "overrides": overrides}
+        self.plan = plan_sharding(model, self.device_mesh, **options)
         for variable in model.weights:
             row, shape = self.plan[variable.path], tuple(variable.shape)
             # A path may have several variables, as a kernel and its packed

@@ -125,7 +125,7 @@ def collectives_of(module, instruction, seen):
     """
     found = _collective(module, instruction)
     if found is not None:
-        key = _key(instruction)
+        key = _key(instruction, found)
         if key is None or key not in seen:
             seen.add(key)
             return [found] if len(found.devices) != 1 else []
@@ -179,11 +179,11 @@ def _collective(module, instruction):
     ]
     if is_start and inner:
         sizes = [array.nbytes for array in inner[0].results]
-    elif is_start and opcode == "all-gather":
+    elif is_start and opcode == "collective-permute":
+        sizes = sizes[1:2]
+    elif is_start and opcode != "all-reduce":
         # A start operation returns its operands, then its results.
         sizes = sizes[len(sizes) // 2 :]
-    elif is_start and opcode != "all-reduce":
-        sizes = sizes[1:2]
     group = (inner[0] if inner else instruction).group
     if not group:
         group = tuple(range(module.device_count))
@@ -195,9 +195,13 @@ def _collective(module, instruction):
     )
 
 
-def _key(instruction):
-    """Returns what a collective and its clones have in common, or `None`."""
+def _key(instruction, found):
+    """Returns what a collective and its clones have in common, or `None`.
+
+    Those of `shard_map` share a channel, and those of a layer a name.
+    """
     channel = instruction.attribute(r"channel_id=(\d+)")
     name = instruction.attribute(r'op_name="([^"]*)"')
     is_of_tpu = ":T(" in instruction.text
-    return (channel, name) if channel and is_of_tpu else None
+    key = (channel, name, found.kind, found.devices, *found.sizes)
+    return key if channel and is_of_tpu else None

@@ -86,6 +86,7 @@ ENTRY %main (x: f32[4]) -> f32[16] {
   %alone.2 = f32[9]{0} all-reduce(%a), replica_groups=[4,1]<=[4], to_apply=%sum
   %start = (f32[4]{0}, f32[16]{0}) all-gather-start(%x), replica_groups={{0,1,2,3}}, dimensions={0}
   %done = f32[16]{0} all-gather-done(%start)
+  %scatters = ((f32[8]{0}, bf16[4]{0}), f32[2]{0}, /*index=2*/bf16[1]{0}) reduce-scatter-start(%y, %z), replica_groups={{0,1,2,3}}, to_apply=%sum
   %permute = (f32[6]{0}, f32[6]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}
   %w = (s32[], bf16[4,8]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
   %c = f32[16] conditional(%i, %x, %x), branch_computations={%branch, %sum}
@@ -99,7 +100,24 @@ def test_combined_started_looped_and_branched_operations():
         # Three tensors of 4-byte numbers, and three trips of 2-byte ones.
         "all_reduce": (3 + 3, (6 + 5 + 1) * 4 + 3 * 32 * 2),
         "all_gather": (1 + 1, 2 * 16 * 4),
-        "reduce_scatter": (1, 6),
+        # Two that were started together, and one.
+        "reduce_scatter": (2 + 1, 2 * 4 + 2 + 6),
         "all_to_all": (0, 0),
         "collective_permute": (1, 6 * 4),
     }
+
+
+def test_tpu_clones_count_once_and_others_do_not():
+    """Those of `shard_map` have one channel, and in one layer one name."""
+    text = """
+HloModule m, num_partitions=4
+
+ENTRY %main (x: f32[16]) -> f32[4] {
+  %one = f32[4]{0:T(128)} reduce-scatter(%x), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%sum, metadata={op_name="up"}
+  %clone = f32[4]{0:T(128)} reduce-scatter(%x), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%sum, metadata={op_name="up"}
+  %other = f32[4]{0:T(128)} reduce-scatter(%x), channel_id=1, replica_groups={{0,2},{1,3}}, to_apply=%sum, metadata={op_name="up"}
+  ROOT %small = f32[2]{0:T(128)} reduce-scatter(%x), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%sum, metadata={op_name="up"}
+}
+"""  # noqa: E501
+    found = collective_counter.count(text)
+    assert found["reduce_scatter"] == (3, (4 + 4 + 2) * 4)

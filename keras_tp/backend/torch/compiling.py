@@ -25,20 +25,37 @@ def checked(step):
 
 
 def without_jit_compile(model):
-    """Turns off `jit_compile` for layers that are computed again, and warns.
-
-    torch's compiler loses the gradients of split variables in them.
-    """
-    layers = model._flatten_layers()
-    again = [layer.path for layer in layers if layer._remat_mode is not None]
-    if model.jit_compile and again:
+    """Turns off `jit_compile` for models that need eager steps, and warns."""
+    reason = _why_eager(model) if model.jit_compile else None
+    if reason:
         warnings.warn(
             f"Model {model.name!r} does not support `jit_compile=True` under a "
-            f"distribution, because layer {again[0]!r} was made in a "
-            "`keras.RematScope`. Proceeding with `jit_compile=False`.",
+            f"distribution, because {reason}. Proceeding with "
+            "`jit_compile=False`.",
             stacklevel=2,
         )
         model.jit_compile = False
+
+
+def _why_eager(model):
+    """Returns why the steps of a model are not compiled, or `None`."""
+    again = [
+        layer.path
+        for layer in model._flatten_layers()
+        if layer._remat_mode is not None
+    ]
+    if again:
+        # torch's compiler loses the gradients of split variables in it.
+        return f"layer {again[0]!r} was made in a `keras.RematScope`"
+    if not all(layer.built for layer in model._flatten_layers()):
+        return None
+    for variable in model.variables:
+        # The first read of a value plans the model.
+        _ = variable.value
+        if getattr(variable._layout, "sequence_parallel", False):
+            # Compiled steps would hold whole activations.
+            return f"{variable.path!r} uses sequence parallelism"
+    return None
 
 
 def check_compiler():

@@ -21,6 +21,7 @@ from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
 from keras_tp.backend.torch import reading
 from keras_tp.backend.torch import rematerialization
+from keras_tp.backend.torch import sequence_parallel
 from keras_tp.backend.torch import variables
 from keras_tp.backend.torch.ops import embedding
 from keras_tp.backend.torch.ops import matmul
@@ -68,6 +69,7 @@ def _distributed(step):
     @functools.wraps(step)
     def distributed_step(data):
         outputs = step(batches.distribute_batch(data))
+        sequence_parallel.forget()
         return tree.map_structure(placement.to_full, outputs)
 
     return distributed_step

@@ -104,7 +104,11 @@ def to_placement(layout):
     if mesh is None:
         return Placement(None, ())
     placements = [Replicate()] * mesh.ndim
-    # Layouts of Keras have no such attribute.
+    # Layouts of Keras have no such attributes.
+    if getattr(layout, "sequence_parallel", False):
+        # The gradients of norms are partial sums over all axes. DTensor has
+        # one all-reduce for them if the mesh has such a dim.
+        mesh._flatten()
     blocks = getattr(layout, "blocks", {})
     for dim, axis in enumerate(layout.axes):
         for name in _names(axis):

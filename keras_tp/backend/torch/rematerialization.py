@@ -3,7 +3,10 @@
 import functools
 
 import torch
+from keras.src.backend.common import global_state
 from torch.utils import checkpoint
+
+_SCOPES = "name_scope_stack"
 
 
 def _policy(context, operation, *args, **kwargs):
@@ -25,7 +28,31 @@ def keeping(f, plain):
         if torch.compiler.is_compiling():
             return plain(*args, **kwargs)
         return checkpoint.checkpoint(
-            f, *args, use_reentrant=False, context_fn=_contexts, **kwargs
+            _in_same_scopes(f),
+            *args,
+            use_reentrant=False,
+            context_fn=_contexts,
+            **kwargs,
         )
 
     return remat
+
+
+def _in_same_scopes(f):
+    """Wraps a function to run in the name scopes that are open now.
+
+    They tell which layer an operation belongs to. The backward pass runs the
+    function outside of its layer's call.
+    """
+    scopes = tuple(global_state.get_global_attribute(_SCOPES) or ())
+
+    @functools.wraps(f)
+    def run(*args, **kwargs):
+        before = global_state.get_global_attribute(_SCOPES)
+        global_state.set_global_attribute(_SCOPES, list(scopes))
+        try:
+            return f(*args, **kwargs)
+        finally:
+            global_state.set_global_attribute(_SCOPES, before)
+
+    return run

@@ -14,6 +14,7 @@ from torch.distributed.tensor._utils import (
 
 from keras_tp.backend.torch import local_tensors
 from keras_tp.backend.torch import placement
+from keras_tp.backend.torch import sequence_parallel
 
 
 def take(original):
@@ -86,7 +87,7 @@ def _lookup(original, ids, table):
         result = original(ids, local_table)
     shape = (*ids_shape, table.shape[1])
     whole = torch.empty(shape, device="meta")
-    return placement.settled(
+    return sequence_parallel.reduced(
         DTensor.from_local(
             result,
             mesh,
@@ -107,7 +108,7 @@ def _placements(of_table, of_ids, ids_ndim):
         ids_ndim: Int. Number of dims of the ids.
     """
     if of_table == Shard(0):
-        # Each process looks up the ids of its rows; one all-reduce follows.
+        # Each process looks up the ids of its rows, and the rows are added up.
         return of_table, Replicate(), of_table, Partial()
     if of_table.is_shard():
         # Each process looks up its part of each row.

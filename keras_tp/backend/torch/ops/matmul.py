@@ -22,6 +22,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.functional import einsum as plain_einsum
 
 from keras_tp.backend.torch import placement
+from keras_tp.backend.torch import sequence_parallel
 
 
 def settled(original):
@@ -35,29 +36,32 @@ def settled(original):
 
 
 def einsum(original):
-    """Wraps `torch.einsum`; partial sums are all-reduced."""
+    """Wraps `torch.einsum`; partial sums are added up."""
 
     @functools.wraps(original)
     def replacement(*args):
         if len(args) == 3 and _are_distributed(*args[1:]):
-            result = _product(args[0].replace(" ", ""), *args[1:])
+            equation, x, y = args
+            args = equation, sequence_parallel.gathered(x, y), y
+            result = _product(equation.replace(" ", ""), *args[1:])
             if result is not None:
-                return placement.settled(result)
-        return placement.settled(original(*args))
+                return sequence_parallel.reduced(result)
+        return sequence_parallel.reduced(original(*args))
 
     return replacement
 
 
 def matmul(original):
-    """Wraps `torch.matmul`; partial sums are all-reduced."""
+    """Wraps `torch.matmul`; partial sums are added up."""
 
     @functools.wraps(original)
     def replacement(x, y, *args, **kwargs):
         if not args and not kwargs and _are_distributed(x, y):
+            x = sequence_parallel.gathered(x, y)
             result = _matmul(x, y)
             if result is not None:
-                return placement.settled(result)
-        return placement.settled(original(x, y, *args, **kwargs))
+                return sequence_parallel.reduced(result)
+        return sequence_parallel.reduced(original(x, y, *args, **kwargs))
 
     return replacement
 
