@@ -110,9 +110,11 @@ def test_a_tied_head():
 @harness.shapes((2, 2))
 @pytest.mark.parametrize("fully_shard", [False, True])
 def test_two_axes(shape, fully_shard):
-    _, expected = train(blocks, optimizer="adam")
+    # Plain Keras on TensorFlow changes slots only for words that it looks up.
+    optimizer = "sgd" if keras.config.backend() == "tensorflow" else "adam"
+    _, expected = train(blocks, optimizer=optimizer)
     with parallel(shape, fully_shard=fully_shard).scope():
-        model, losses = train(blocks, optimizer="adam")
+        model, losses = train(blocks, optimizer=optimizer)
         report = distribution.describe(model)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     parts = shape[1] * (shape[0] if fully_shard else 1)

@@ -36,10 +36,11 @@ def axis_of(layout, shape):
     # Layouts of Keras have no such attribute.
     if not getattr(layout, "sequence_parallel", False) or len(shape) != _RANK:
         return None
-    # The other axis of a variable that is fully sharded.
-    batch = getattr(distribution(), "batch_dim_name", None)
     names = [name for name in layout.axes if isinstance(name, str)]
-    names = [name for name in names if name != batch]
+    if len(names) > 1:
+        # A fully sharded variable is split over the axis of the batch too.
+        batch = getattr(distribution(), "batch_dim_name", None)
+        names = [name for name in names if name != batch]
     if len(names) != 1:
         return None
     mesh = layout.device_mesh

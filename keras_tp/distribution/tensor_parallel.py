@@ -405,9 +405,9 @@ def _move_to_plan(model, distribution):
         before = variable._layout
         # A variable that followed its kernel is in the plan now.
         variable._origin = made
-        if before is None or not splits_alike(before, layout):
+        if before is None or not (
+            splits_alike(before, layout)
+            and before.sequence_parallel == layout.sequence_parallel
+        ):
             lib.relayout_variable(variable, layout)
             optimizer_slots.note_slot_layout(variable)
-        else:
-            # It may say more than how the variable is split.
-            variable._layout = layout

@@ -22,6 +22,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.jax import core
 from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend.jax import fully_sharded
 from keras_tp.backend.jax import rematerialization
 from keras_tp.backend.jax import storage
 from keras_tp.backend.sequence_parallel import SEQUENCE
@@ -67,7 +68,7 @@ def kernel_of(operand):
     # Layouts of Keras have no such attribute.
     if not getattr(layout, "sequence_parallel", False):
         return None
-    with storage.stored():
+    with storage.stored(), fully_sharded.as_it_is():
         tensor = core.convert_to_tensor(operand)
     kernel = Kernel(tensor, layout.stored_axes, layout, None)
     is_padded = tensor.ndim == len(operand.shape) and kernel.dim is not None
@@ -131,7 +132,7 @@ def _column(x, kernel, multiply, dims, split):
     if axis is None or not set(left[: SEQUENCE + 1]) <= set(out):
         return None
     mesh = kernel.layout.device_mesh.backend_mesh
-    batch = _batch_axis(mesh, x.shape[0])
+    batch = _batch_axis(mesh, x.shape[0], axis)
     result = jax.shard_map(
         lambda whole, w: multiply(whole[0], kernel.over_batch(w)),
         mesh=mesh,
@@ -152,7 +153,7 @@ def _row(x, kernel, multiply, dims, split):
     if axis is None or kernel.size is not None:
         return None
     mesh = kernel.layout.device_mesh.backend_mesh
-    batch = _batch_axis(mesh, x.shape[0])
+    batch = _batch_axis(mesh, x.shape[0], axis)
     return jax.shard_map(
         lambda part, w: _scattered(multiply(part, kernel.over_batch(w)), axis),
         mesh=mesh,
@@ -184,7 +185,7 @@ def lookup(table, indices):
     if axis is None:
         return None
     mesh = table.layout.device_mesh.backend_mesh
-    batch = _batch_axis(mesh, indices.shape[0])
+    batch = _batch_axis(mesh, indices.shape[0], axis)
     count = table.size or table.tensor.shape[0]
     # As in `jnp.take`, here and below.
     indices = jnp.where(indices < 0, indices + count, indices)
@@ -240,10 +241,13 @@ def _spec(letters, axes):
     return PartitionSpec(*(axes.get(letter) for letter in letters))
 
 
-def _batch_axis(mesh, size):
-    """Returns the mesh axis that splits a batch of this size, or `None`."""
+def _batch_axis(mesh, size, axis):
+    """Returns the mesh axis that splits a batch of this size, or `None`.
+
+    It is another one than `axis`, which splits the sequence.
+    """
     name = getattr(distribution(), "batch_dim_name", None)
-    if name is None or size % mesh.shape[name]:
+    if name in (None, axis) or size % mesh.shape[name]:
         return None
     return name
 

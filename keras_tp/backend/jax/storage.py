@@ -25,6 +25,7 @@ from keras.src.random.seed_generator import SeedGenerator
 
 from keras_tp.backend.hooks import around
 from keras_tp.backend.jax import arrays
+from keras_tp.backend.jax import fully_sharded
 
 # Updates that compute each element by itself, or from sums over all of them.
 _ELEMENTWISE = {
@@ -172,9 +173,10 @@ class Variable:
         # Keras calls this with the value that `variable.value` returns.
         dim = block_dim(self)
         as_it_is = _state.padded if dim is None else _state.blocks
+        cast = fully_sharded.gathered(self, original(self, value))
         if value.shape != shape_of(self) or as_it_is:
-            return original(self, value)
-        in_stored_shape = original(self, value)
+            return cast
+        in_stored_shape = cast
         value = from_stored(in_stored_shape, self._shape)
         if dim is not None:
             note(value, in_stored_shape, dim)
@@ -245,7 +247,8 @@ def hook_apply_gradients(original, self, grads, trainable_variables):
         else from_stored(g, v.shape)
         for g, v in zip(grads, trainable_variables)
     ]
-    if not by_element:
-        return original(self, grads, trainable_variables)
-    with stored(padded=False):
-        return original(self, grads, trainable_variables)
+    with fully_sharded.as_it_is():
+        if not by_element:
+            return original(self, grads, trainable_variables)
+        with stored(padded=False):
+            return original(self, grads, trainable_variables)

@@ -26,7 +26,7 @@ _OPS = {
 }
 # DTensor names a node after its purpose. If a device lacks the collective, as
 # CPUs lack a gather, DTensor all-reduces padded parts instead. The node counts
-# as its purpose.
+# as its purpose; for a reduce-scatter see `_kept_parts`.
 _PURPOSES = {
     "DTensorAllReduce": "all_reduce",
     "DTensorAllGather": "all_gather",
@@ -116,17 +116,43 @@ def count(graphs):
         nodes = list(graph.node)
         for function in graph.library.function:
             nodes += function.node_def
+        parts = _kept_parts(nodes)
         for node in nodes:
-            name = _kind(node)
+            name, result = _kind(node), node
+            if name == "all_reduce" and node.name in parts:
+                name, result = "reduce_scatter", parts[node.name]
             if name is not None:
                 device = by_device.setdefault(node.device, {})
                 pair = device.setdefault(name, [0, 0])
                 pair[0] += 1
-                pair[1] += _bytes(node)
+                pair[1] += _bytes(result)
     total = {name: [0, 0] for name in _OPS.values()}
     if by_device:
         total.update(by_device[min(by_device)])
     return {name: tuple(pair) for name, pair in total.items()}
+
+
+def _kept_parts(nodes):
+    """Returns the slices that devices without a reduce-scatter make.
+
+    Such devices all-reduce, and each one keeps its part of the sum: a slice
+    that DTensor names after the sum.
+
+    Returns:
+        Dict of the name of a sum to the node of the slice.
+    """
+    return {
+        node.input[0]: node
+        for node in nodes
+        if node.op == "Slice"
+        and _purpose(node.name).endswith("/DTensorAllReduceOp")
+        and _purpose(node.name) == _purpose(node.input[0])
+    }
+
+
+def _purpose(name):
+    """Returns the name of a node without the numbers DTensor appends."""
+    return re.sub(r"(_\d+)+$", "", name)
 
 
 def _kind(node):

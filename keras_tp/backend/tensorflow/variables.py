@@ -113,7 +113,7 @@ def relayout(variable, layout):
         placed = placement.place_parts(part_of, shape, layout.backend_layout)
         # Of a layer that is frozen now, a tape would never watch a new value
         # that is not trainable.
-        new = _sharded(variable, placed, old.trainable)
+        new = _sharded(variable, placed, old.trainable, layout)
     # Optimizers identify their variables by this id.
     new._unique_id = old._unique_id
     variable._layout = layout
@@ -129,10 +129,13 @@ def _whole(value):
     return value
 
 
-def _sharded(variable, value, trainable):
+def _sharded(variable, value, trainable, layout):
     mesh = placement.layout_of(value).mesh
     with tf.init_scope(), dtensor.default_mesh(mesh):
-        return ShardedVariable(value, trainable=trainable, name=variable.name)
+        new = ShardedVariable(value, trainable=trainable, name=variable.name)
+    # A graph captures the handle: `ops/sequence.py` finds the layout there.
+    new.handle._tensor_layout = layout
+    return new
 
 
 def _plain(variable, value, trainable):
@@ -190,7 +193,7 @@ def hook_initialize(original, self, value):
             self._layout = current.get_variable_layout(self)
         processes.same_array(np.asarray(value))
         placed = placement.place(value, self._layout.backend_layout)
-    self._value = _sharded(self, placed, self.trainable)
+    self._value = _sharded(self, placed, self.trainable, self._layout)
 
 
 @around

@@ -6,6 +6,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import placement
+from keras_tp.backend.tensorflow.ops import sequence
 
 # Elementwise operations; an input may be broadcast.
 _ELEMENTWISE = {
@@ -107,6 +108,8 @@ def gather(
     rows, *row = params.shape
     size = rows // parts
     flat = tf.reshape(indices, [-1])
+    table = tf.convert_to_tensor(params)
+    sequence_axis = sequence.lookup_axis(table, (*indices.shape, *row))
 
     @placement.custom_gradient
     def look_up(table):
@@ -128,6 +131,11 @@ def gather(
             dy = tf.reshape(dy, [-1, *row])
             return tf.math.unsorted_segment_sum(dy, flat, rows)
 
+        if sequence_axis is not None:
+            # DTensor fuses the sum with the split only if it comes next.
+            found = tf.reshape(found, [parts, *indices.shape, *row])
+            total = sequence.scattered(tf.reduce_sum(found, 0), sequence_axis)
+            return total, lambda dy: gradient(sequence.gathered(dy))
         if found.dtype in (tf.int8, tf.uint8, tf.int16, tf.uint16):
             # Exact, and 32 bits: DTensor sums integers as 64 bits.
             total = tf.reduce_sum(tf.cast(found, tf.float32), 0)
@@ -136,4 +144,4 @@ def gather(
             total = tf.reduce_sum(found, 0)
         return tf.reshape(total, [*indices.shape, *row]), gradient
 
-    return look_up(tf.convert_to_tensor(params))
+    return look_up(table)

@@ -7,6 +7,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.tensorflow import placement
+from keras_tp.backend.tensorflow.ops import sequence
 
 
 def matmul(original, a, b, *args, output_type=None, **kwargs):
@@ -17,6 +18,9 @@ def matmul(original, a, b, *args, output_type=None, **kwargs):
     """
     if output_type is not None:
         a, b = tf.cast(a, output_type), tf.cast(b, output_type)
+    found = None if args or kwargs else sequence.matmul(a, b)
+    if found is not None:
+        return found
     b = _weight_of_one_axis(b)
     ranks = [len(getattr(x, "shape", ())) for x in (a, b)]
     if min(ranks) > 1 and ranks[0] != ranks[1] and not args and not kwargs:
@@ -64,6 +68,9 @@ def tensordot(original, a, b, axes, name=None):
     or in its product with the inputs.
     """
     if axes == [[-1], [0]]:
+        found = sequence.matmul(a, b)
+        if found is not None:
+            return found
         b = _weight_of_one_axis(b)
     if axes != [[-1], [0]] or len(b.shape) != 2 or not _may_be_split_within(a):
         return original(a, b, axes, name)
@@ -82,6 +89,9 @@ def einsum(original, equation, *inputs, **kwargs):
     if "..." in equation:
         equation = _spelled_out(equation, [len(x.shape) for x in inputs])
     if len(inputs) == 2 and "->" in equation and "..." not in equation:
+        found = sequence.product(equation.replace(" ", ""), *inputs)
+        if found is not None:
+            return found
         equation, inputs = _summed_over_one(equation.replace(" ", ""), inputs)
     return original(equation, *inputs, **kwargs)
 

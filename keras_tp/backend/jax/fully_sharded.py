@@ -1,0 +1,88 @@
+"""Variables that are split over the axis of the batch too: FSDP, or ZeRO-3.
+
+A compiled step gathers them over this axis where a layer reads them, and splits
+their gradients (Rajbhandari et al. 2020). GSPMD alone may split activations
+along another dim than the batch instead: it then exchanges activations, and an
+attention kernel of a GPU refuses queries and keys that are not split alike.
+"""
+
+import contextlib
+import functools
+import threading
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+from keras.src.distribution.distribution_lib import distribution
+
+# The names of axes that split batches and nothing else.
+_BATCH_AXES = ("batch", "data")
+
+
+class _State(threading.local):
+    # Whether values stay as they are.
+    off = False
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def as_it_is():
+    """Context in which values are not gathered, as for an optimizer."""
+    before, _state.off = _state.off, True
+    try:
+        yield
+    finally:
+        _state.off = before
+
+
+def gathered(variable, value):
+    """Returns a value that is whole over the axis of the batch.
+
+    Args:
+        variable: Keras variable.
+        value: Its value as it is stored. Outside of compiled programs it stays
+            as it is.
+    """
+    layout = getattr(variable, "_layout", None)
+    if _state.off or layout is None or not isinstance(value, jax.core.Tracer):
+        return value
+    # Layouts of Keras store every tensor in its own shape.
+    axes = getattr(layout, "stored_axes", layout.axes)
+    axis = _axis_of(axes)
+    if axis is None or len(axes) != value.ndim:
+        return value
+    mesh = layout.device_mesh.backend_mesh
+    rest = [None if name == axis else name for name in axes]
+    before, after = (
+        NamedSharding(mesh, PartitionSpec(*names)) for names in (axes, rest)
+    )
+    return _gather(value, before, after)
+
+
+def _axis_of(axes):
+    """Returns the axis of the batch if it splits a variable, or `None`."""
+    axis = getattr(distribution(), "batch_dim_name", None)
+    if axis is None or axis not in axes:
+        return None
+    # Keras takes the first axis of a mesh for it, whatever its name, unless it
+    # is told another one.
+    is_alone = all(name in (None, axis) for name in axes)
+    return None if is_alone and axis not in _BATCH_AXES else axis
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(value, before, after):
+    return jax.lax.with_sharding_constraint(value, after)
+
+
+def _forward(value, before, after):
+    return _gather(value, before, after), None
+
+
+def _backward(before, after, _, gradient):
+    return (jax.lax.with_sharding_constraint(gradient, before),)
+
+
+_gather.defvjp(_forward, _backward)
