@@ -42,6 +42,8 @@ TESTS = {
         "integration_tests/bad_input_test.py",
         "integration_tests/saving_test.py",
         "integration_tests/residence_test.py",
+        "integration_tests/rematerialization_test.py",
+        "integration_tests/sequence_parallel_test.py",
         "integration_tests/training_test.py",
     ),
     "tensorflow": (
@@ -54,6 +56,8 @@ TESTS = {
         "integration_tests/residence_test.py",
         "integration_tests/callbacks_test.py",
         "integration_tests/orbax_test.py",
+        "integration_tests/rematerialization_test.py",
+        "integration_tests/sequence_parallel_test.py",
         "integration_tests/training_test.py",
     ),
     "torch": (
@@ -66,6 +70,8 @@ TESTS = {
         "integration_tests/torch_reading_test.py",
         "integration_tests/torch_losses_test.py",
         "integration_tests/torch_writing_test.py",
+        "integration_tests/rematerialization_test.py",
+        "integration_tests/sequence_parallel_test.py",
         "integration_tests/callbacks_test.py",
         "integration_tests/orbax_test.py",
         "integration_tests/zero_test.py",

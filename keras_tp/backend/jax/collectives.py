@@ -1,14 +1,9 @@
-"""Collectives with gradients; `backend/communication.py` documents them.
-
-Processes on CPUs use no reduce-scatter: with jaxlib 0.10, its sums of large
-parts (16 MiB) are wrong on one device, without an error
-(https://github.com/jax-ml/jax/issues/40830).
-"""
+"""Collectives with gradients; `backend/communication.py` documents them."""
 
 import jax
 import jax.numpy as jnp
 
-from keras_tp.backend.jax import processes
+from keras_tp.backend.jax import in_shard_map
 
 
 def all_reduce(x, device_mesh, axis, source=None):
@@ -23,13 +18,20 @@ def all_reduce(x, device_mesh, axis, source=None):
 
 def all_gather(x, device_mesh, axis):
     """Concatenates `x` over an axis."""
-    return _map(lambda part: _all_gather(part, axis), x, device_mesh, axis)
+    return _map(
+        lambda part: in_shard_map.all_gather(part, axis, 1),
+        x,
+        device_mesh,
+        axis,
+    )
 
 
 def reduce_scatter(x, device_mesh, axis, source=None):
     """Splits the result of `all_reduce` over the axis."""
     return _map(
-        lambda part: _reduce_scatter(_only(part, axis, source), axis),
+        lambda part: in_shard_map.reduce_scatter(
+            _only(part, axis, source), axis, 1
+        ),
         x,
         device_mesh,
         axis,
@@ -46,28 +48,6 @@ def _map(function, x, device_mesh, axis):
         out_specs=spec,
         axis_names={axis},
     )(x)
-
-
-def _all_gather(part, axis):
-    if processes.are_on_cpus():
-        # The gradient would be a reduce-scatter.
-        size = part.shape[1]
-        whole = jnp.concatenate(
-            [jnp.zeros_like(part)] * jax.lax.axis_size(axis), 1
-        )
-        first = jax.lax.axis_index(axis) * size
-        whole = jax.lax.dynamic_update_slice_in_dim(whole, part, first, 1)
-        return jax.lax.psum(whole, axis)
-    return jax.lax.all_gather(part, axis, axis=1, tiled=True)
-
-
-def _reduce_scatter(part, axis):
-    if processes.are_on_cpus():
-        size = part.shape[1] // jax.lax.axis_size(axis)
-        first = jax.lax.axis_index(axis) * size
-        whole = jax.lax.psum(part, axis)
-        return jax.lax.dynamic_slice_in_dim(whole, first, size, 1)
-    return jax.lax.psum_scatter(part, axis, scatter_dimension=1, tiled=True)
 
 
 def _only(part, axis, source):

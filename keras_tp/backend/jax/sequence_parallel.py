@@ -23,6 +23,7 @@ from keras.src.backend.jax import core
 from keras.src.distribution.distribution_lib import distribution
 
 from keras_tp.backend.jax import fully_sharded
+from keras_tp.backend.jax import in_shard_map
 from keras_tp.backend.jax import rematerialization
 from keras_tp.backend.jax import storage
 from keras_tp.backend.sequence_parallel import SEQUENCE
@@ -53,7 +54,7 @@ class Kernel(collections.namedtuple("Kernel", "tensor axes layout size")):
         """
         for dim, axis in enumerate(self.axes):
             if axis is not None and dim != self.dim:
-                part = jax.lax.all_gather(part, axis, axis=dim, tiled=True)
+                part = in_shard_map.all_gather(part, axis, dim)
         return part
 
 
@@ -155,7 +156,9 @@ def _row(x, kernel, multiply, dims, split):
     mesh = kernel.layout.device_mesh.backend_mesh
     batch = _batch_axis(mesh, x.shape[0], axis)
     return jax.shard_map(
-        lambda part, w: _scattered(multiply(part, kernel.over_batch(w)), axis),
+        lambda part, w: in_shard_map.reduce_scatter(
+            multiply(part, kernel.over_batch(w)), axis, SEQUENCE
+        ),
         mesh=mesh,
         in_specs=(
             _spec(left, {split: axis, left[0]: batch}),
@@ -195,7 +198,9 @@ def lookup(table, indices):
         own = indices - jax.lax.axis_index(axis) * rows.shape[0]
         found = jnp.take(rows, own, axis=0, mode="clip")
         is_own = (own >= 0) & (own < rows.shape[0])
-        return _scattered(jnp.where(is_own[..., None], found, 0), axis)
+        return in_shard_map.reduce_scatter(
+            jnp.where(is_own[..., None], found, 0), axis, SEQUENCE
+        )
 
     found = jax.shard_map(
         look_up,
@@ -220,21 +225,13 @@ def _gathered(x, axis, mesh, batch):
     if noted is x and made_in == state:
         return gathered
     gathered = jax.shard_map(
-        lambda part: jax.lax.all_gather(part, axis, axis=SEQUENCE, tiled=True)[
-            None
-        ],
+        lambda part: in_shard_map.all_gather(part, axis, SEQUENCE)[None],
         mesh=mesh,
         in_specs=PartitionSpec(batch, axis),
         out_specs=PartitionSpec(axis, batch),
     )(x)
     _notes()[key] = x, state, gathered
     return gathered
-
-
-def _scattered(partial, axis):
-    return jax.lax.psum_scatter(
-        partial, axis, scatter_dimension=SEQUENCE, tiled=True
-    )
 
 
 def _spec(letters, axes):

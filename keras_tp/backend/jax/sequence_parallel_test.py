@@ -14,6 +14,7 @@ import jax
 from keras.src.backend.common.stateless_scope import StatelessScope
 
 from keras_tp.backend.jax import collective_counter
+from keras_tp.backend.jax import processes
 
 COUNT, LENGTH, WIDTH = 4, 8, 16
 X = np.random.default_rng(0).normal(size=(2, LENGTH, WIDTH)).astype("float32")
@@ -130,3 +131,20 @@ def test_a_sequence_that_does_not_divide(parallel):
     with pytest.warns(UserWarning, match="7 positions does not divide by 4"):
         found, _ = run(lambda x: keras.ops.matmul(x, kernel), x)
     assert_close(found, x @ np.array(kernel))
+
+
+def test_processes_on_cpus_use_no_reduce_scatter(parallel, monkeypatch):
+    """Theirs is wrong for large parts, without an error."""
+    monkeypatch.setattr(processes, "are_on_cpus", lambda: True)
+    up = variable(parallel, (WIDTH, 12), (None, "model"))
+    down = variable(parallel, (12, WIDTH), ("model", None))
+    found, counted = run(
+        lambda x: keras.ops.matmul(keras.ops.matmul(x, up), down), X
+    )
+    assert_close(found, X @ np.array(up) @ np.array(down))
+    assert counted == {"all_reduce": 4}
+    monkeypatch.undo()
+    _, counted = run(
+        lambda x: keras.ops.matmul(keras.ops.matmul(x, up), down), X
+    )
+    assert counted == {"all_gather": 2, "reduce_scatter": 2}
