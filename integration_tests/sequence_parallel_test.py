@@ -124,6 +124,19 @@ def test_two_axes(shape, fully_shard):
             assert set(row.device_bytes.values()) == {row.bytes // parts}
 
 
+@pytest.mark.skipif(
+    keras.config.backend() == "jax", reason="they are combined on JAX"
+)
+def test_fully_sharded_kernels_are_said_to_be_gathered():
+    with pytest.warns(UserWarning, match="fully sharded kernels"):
+        distribution.plan_sharding(
+            blocks,
+            harness.mesh(harness.fitted((2, 2))),
+            sequence_parallel=True,
+            fully_shard=True,
+        )
+
+
 def test_dropout_is_that_of_one_device():
     _, expected = train(lambda: blocks(dropout=0.3))
     with parallel(harness.fitted((1, 4))).scope():

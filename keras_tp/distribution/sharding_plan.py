@@ -412,6 +412,7 @@ def plan_sharding(
     """
     arguments.check_mesh(device_mesh)
     arguments.check_gather_outputs(gather_outputs)
+    arguments.warn_if_not_together(sequence_parallel, fully_shard)
     if isinstance(model_or_build_fn, Layer):
         graph = trace.trace(model_or_build_fn, input_spec)
     elif callable(model_or_build_fn):
