@@ -59,6 +59,7 @@ TESTS = {
         "integration_tests/rematerialization_test.py",
         "integration_tests/sequence_parallel_test.py",
         "integration_tests/training_test.py",
+        "integration_tests/zero_test.py",
     ),
     "torch": (
         "keras_tp/backend/torch",

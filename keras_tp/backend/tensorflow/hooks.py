@@ -17,7 +17,6 @@ from keras_tp.backend.tensorflow.ops import table
 _VARIABLE = "keras.src.backend.tensorflow.core:Variable"
 _TRAINER = "keras.src.backend.tensorflow.trainer:TensorFlowTrainer"
 _OPTIMIZER = "keras.src.backend.tensorflow.optimizer:TFOptimizer"
-_LOSS_SCALE = "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer"
 
 
 def _is_distributed(model):
@@ -166,14 +165,11 @@ TABLE = [
         training.hook_layer_call,
         "the outermost eager call runs on the mesh",
     ),
-    *(
-        Hook(
-            optimizer,
-            "apply",
-            training.hook_apply,
-            "gradients of embeddings are dense, as DTensor needs them",
-        )
-        for optimizer in (_OPTIMIZER, _LOSS_SCALE)
+    Hook(
+        _OPTIMIZER,
+        "apply",
+        training.hook_apply,
+        "gradients of embeddings are dense, as DTensor needs them",
     ),
     table.ROW,
 ]
