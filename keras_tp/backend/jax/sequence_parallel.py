@@ -244,9 +244,10 @@ def _batch_axis(mesh, size, axis):
     It is another one than `axis`, which splits the sequence.
     """
     name = getattr(distribution(), "batch_dim_name", None)
-    if name in (None, axis) or size % mesh.shape[name]:
+    # The size of a batch may be a symbol, as in `export`.
+    if name in (None, axis) or not isinstance(size, int):
         return None
-    return name
+    return None if size % mesh.shape[name] else name
 
 
 def _notes():

@@ -114,8 +114,8 @@ class _Search:
             self.kernels |= self._split_variables(step)
             return
         origins = set().union(*(self._origins[v.index] for v in inputs))
-        outputs, summed = self._relations.of(step, inputs)
-        if not outputs or self._has_other(step, inputs):
+        outputs, summed, split = self._relations.of(step, inputs)
+        if not outputs or split or self._has_other(step, inputs):
             reader = f"{step.kind} in {step.path!r}"
             self.unpredicted |= dict.fromkeys(sorted(origins), reader)
         for value in outputs:
@@ -176,20 +176,22 @@ class _Relations(Dims):
         self._known = planner.dims
 
     def of(self, step, inputs):
-        """Returns the outputs that are split, and the weights that are summed.
+        """Returns what is split and summed if the inputs are split.
 
         Args:
             step: `Step`.
             inputs: List of `Value`, those of its inputs that are split.
 
         Returns:
-            Two lists of `Value`, empty if the step needs an input whole.
+            Three lists of `Value`, empty if the step needs an input whole: the
+            outputs that are split, and the weights whose gradient is a sum over
+            the devices, or is split as they have positions.
         """
         if not self._apply_alone(step):
-            return [], []
+            return [], [], []
         nodes = {self.find((value.index, SEQUENCE)) for value in inputs}
         if len(nodes) > 1 or self._is_whole(nodes):
-            return [], []
+            return [], [], []
         outputs = [
             value
             for value in step.outputs
@@ -197,9 +199,15 @@ class _Relations(Dims):
             and self.find((value.index, SEQUENCE)) in nodes
         ]
         if len(outputs) < len(step.outputs):
-            return [], []
+            return [], [], []
         weights = [v for v in step.inputs if self.is_weight(v)]
-        return outputs, [*weights, *step.variables]
+        weights += step.variables
+        split = [v for v in weights if self._has(v, nodes)]
+        return outputs, [v for v in weights if v not in split], split
+
+    def _has(self, value, nodes):
+        dims = range(value.ndim)
+        return any(self.find((value.index, i)) in nodes for i in dims)
 
     def keeps(self, step):
         """Returns whether the output of a product has the dim of an input."""

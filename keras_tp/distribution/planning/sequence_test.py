@@ -102,6 +102,29 @@ def test_whole_activations_that_join():
     assert "combines it with whole" in plan["down_0/kernel"].why
 
 
+class Positions(layers.Layer):
+    """Adds a vector for each position."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=shape[1:], name="table")
+
+    def call(self, x):
+        return x + self.table
+
+
+def test_a_table_of_positions():
+    def build():
+        inputs, x = text()
+        x = Positions(name="positions")(x)
+        return keras.Model(inputs, x + feed_forward(x, 0))
+
+    plan = plan_of(build)
+    assert "Add in 'positions'" in plan["lookup/embeddings"].why
+    # It gets a part of its gradient for each part of the sequence, not a sum.
+    assert "positions" not in [r.path for r in plan.reductions]
+    assert "up_0/kernel" in around(plan)
+
+
 def test_a_product_along_the_sequence():
     def build():
         inputs, x = text()
