@@ -125,7 +125,7 @@ def test_two_axes(shape, fully_shard):
 
 
 @pytest.mark.skipif(
-    keras.config.backend() == "jax", reason="they are combined on JAX"
+    keras.config.backend() != "tensorflow", reason="others combine them"
 )
 def test_fully_sharded_kernels_are_said_to_be_gathered():
     with pytest.warns(UserWarning, match="fully sharded kernels"):

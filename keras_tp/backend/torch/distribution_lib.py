@@ -115,8 +115,7 @@ def gathers_kernels():
 
     If not, sequence parallelism does not reach products with such kernels.
     """
-    # DTensor chooses what it gathers for a product.
-    return False
+    return True
 
 
 def distribute_tensor(tensor, layout):

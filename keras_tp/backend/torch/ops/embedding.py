@@ -12,6 +12,7 @@ from torch.distributed.tensor._utils import (
     compute_local_shape_and_global_offset,
 )
 
+from keras_tp.backend.torch import fully_sharded
 from keras_tp.backend.torch import local_tensors
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import sequence_parallel
@@ -60,10 +61,12 @@ def _lookup(original, ids, table):
     mesh = local_tensors.mesh_of((ids, table), {})
     of_table, of_ids, of_gradient, of_result = zip(
         *(
-            _placements(*placed, ids.ndim)
-            for placed in zip(
-                local_tensors.placements_of(table, mesh),
-                local_tensors.placements_of(ids, mesh),
+            _placements(*placed, ids.ndim, fully_sharded.is_of_batch(mesh, dim))
+            for dim, placed in enumerate(
+                zip(
+                    local_tensors.placements_of(table, mesh),
+                    local_tensors.placements_of(ids, mesh),
+                )
             )
         )
     )
@@ -99,14 +102,18 @@ def _lookup(original, ids, table):
     )
 
 
-def _placements(of_table, of_ids, ids_ndim):
+def _placements(of_table, of_ids, ids_ndim, is_of_batch):
     """Returns the placements of table, ids, the table's gradient and result.
 
     Args:
         of_table: Placement of the table on a mesh dim, as given.
         of_ids: Placement of the ids on the same mesh dim.
         ids_ndim: Int. Number of dims of the ids.
+        is_of_batch: Boolean. Whether the mesh dim splits batches. A table that
+            it splits too is gathered.
     """
+    if of_ids.is_shard() and is_of_batch:
+        return Replicate(), of_ids, Partial(), of_ids
     if of_table == Shard(0):
         # Each process looks up the ids of its rows, and the rows are added up.
         return of_table, Replicate(), of_table, Partial()

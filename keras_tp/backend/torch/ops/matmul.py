@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 # Not `torch.einsum`, which is hooked.
 from torch.functional import einsum as plain_einsum
 
+from keras_tp.backend.torch import fully_sharded
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import sequence_parallel
 
@@ -118,18 +119,31 @@ def _product(equation, x, y):
     if x.dtype != y.dtype:
         return None
     spec = _spec_of_product(equation, x._spec, y._spec)
+    if spec is not None:
+        return _Product.apply(equation, spec, y.placements, x, y)
+    placements = fully_sharded.gathered_placements(y)
+    if placements is not None:
+        whole = DTensorSpec(
+            y.device_mesh, placements, tensor_meta=y._spec.tensor_meta
+        )
+        spec = _spec_of_product(equation, x._spec, whole)
     if spec is None:
         return None
-    return _Product.apply(equation, spec, x, y)
+    return _Product.apply(equation, spec, placements, x, y)
 
 
 class _Product(torch.autograd.Function):
-    """The product of shards; its gradients are products of the same kind."""
+    """The product of shards; its gradients are products of the same kind.
+
+    `placements` are those that `y` has in the product. A fully sharded kernel
+    is gathered for them, and only its part is kept for the backward pass.
+    """
 
     @staticmethod
-    def forward(ctx, equation, spec, x, y):
-        ctx.equation, ctx.spec = equation, spec
+    def forward(ctx, equation, spec, placements, x, y):
+        ctx.equation, ctx.spec, ctx.placements = equation, spec, placements
         ctx.save_for_backward(x, y)
+        y = _placed(y, placements)
         local = plain_einsum(equation, x._local_tensor, y._local_tensor)
         return DTensor(local.contiguous(), spec, requires_grad=False)
 
@@ -144,13 +158,21 @@ class _Product(torch.autograd.Function):
         if gradient.placements != placements:
             gradient = gradient.redistribute(placements=placements)
         of_x = of_y = None
-        if ctx.needs_input_grad[2]:
-            equation = f"{out},{right}->{left}"
-            of_x = _product(equation, gradient, y)
         if ctx.needs_input_grad[3]:
+            equation = f"{out},{right}->{left}"
+            of_x = _product(equation, gradient, _placed(y, ctx.placements))
+        if ctx.needs_input_grad[4]:
             equation = f"{left},{out}->{right}"
             of_y = _product(equation, x, gradient)
-        return None, None, of_x, of_y
+            if ctx.placements != y.placements:
+                of_y = _placed(of_y, y.placements)
+        return None, None, None, of_x, of_y
+
+
+def _placed(tensor, placements):
+    if tensor.placements == placements:
+        return tensor
+    return tensor.redistribute(placements=placements)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,43 @@
+"""Kernels that are split over the axis of the batch too: FSDP, or ZeRO-3.
+
+A product gathers such a kernel over this axis, and gathers it again for its
+gradients, which are reduce-scattered (Rajbhandari et al. 2020). DTensor alone
+may gather the batch instead.
+"""
+
+from keras.src.distribution.distribution_lib import distribution
+from torch.distributed.tensor import Replicate
+
+from keras_tp.backend.torch import placement
+
+# The names of axes that split batches and nothing else.
+_BATCH_AXES = ("batch", "data")
+
+
+def is_of_batch(mesh, dim):
+    """Returns whether a mesh dim splits batches, and so gathers variables."""
+    name = mesh.mesh_dim_names[dim]
+    # Keras takes the first axis of a mesh for it, whatever its name, unless it
+    # is told another one.
+    if name != getattr(distribution(), "batch_dim_name", None):
+        return False
+    return mesh.ndim > 1 or name in _BATCH_AXES
+
+
+def gathered_placements(kernel):
+    """Returns the placements of a kernel that is whole over the batch axis.
+
+    Args:
+        kernel: DTensor.
+
+    Returns:
+        Tuple of placements, or `None` if it is not fully sharded.
+    """
+    mesh, placements = kernel.device_mesh, list(kernel.placements)
+    if any(isinstance(placed, placement.InBlocks) for placed in placements):
+        return None
+    for dim, placed in enumerate(placements):
+        if placed.is_shard() and is_of_batch(mesh, dim):
+            placements[dim] = Replicate()
+            return tuple(placements)
+    return None
