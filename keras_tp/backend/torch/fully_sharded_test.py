@@ -104,3 +104,18 @@ def test_a_lookup_gathers_its_table():
     np.testing.assert_allclose(gradient, want[1], rtol=1e-4)
     assert forward == {"all_gather_into_tensor": 1}
     assert backward["reduce_scatter_tensor"] == 1
+
+
+def test_a_dim_that_two_axes_split_is_reshaped():
+    mesh, parallel = scope(["batch", "model"])
+    value = np.arange(8 * 3, dtype="float32").reshape(8, 3)
+    with parallel.scope():
+        layout = TensorLayout((("batch", "model"), None), mesh)
+        variable = keras.Variable(value, layout=layout)
+        # The first dim has a part for each device of one axis alone.
+        result = keras.ops.reshape(variable * 1.0, (2, 4, 3))
+        (result**2).sum().backward()
+        found = result.full_tensor().detach()
+        gradient = variable.value.grad.full_tensor()
+    np.testing.assert_array_equal(found, value.reshape(2, 4, 3))
+    np.testing.assert_array_equal(gradient, 2 * value)

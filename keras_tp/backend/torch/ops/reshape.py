@@ -1,5 +1,6 @@
 """Reshapes and repeats of which a split dim is a part."""
 
+import collections
 import functools
 import math
 
@@ -35,11 +36,11 @@ def hook_reshape(original):
             x = _divisible(x, [int(size) for size in sizes])
         result = original(x, *shape, **kwargs)
         if isinstance(result, DTensor) and result.requires_grad:
-            sizes = list(x.shape)
+            sizes, devices = list(x.shape), result.device_mesh.shape
             if not all(
                 _keeps(result.shape, sizes, dim, count)
                 for dim in range(result.ndim)
-                for count in result.device_mesh.shape
+                for count in (result.device_mesh.size(), *devices)
                 if count > 1
             ):
                 # The gradient is reshaped back.
@@ -53,12 +54,16 @@ def _divisible(x, sizes):
     if -1 in sizes and x.numel():
         known = -math.prod(sizes)
         sizes[sizes.index(-1)] = x.numel() // known
-    placements = [
-        Replicate()
-        if placement.is_shard(p) and not _stays(p, x.shape, sizes, count)
-        else p
-        for p, count in zip(x.placements, x.device_mesh.shape)
-    ]
+    # Several mesh dims may split one dim.
+    parts, placements = collections.Counter(), []
+    for p, count in zip(x.placements, x.device_mesh.shape):
+        if placement.is_shard(p):
+            count *= parts[p.dim] or 1
+            if _stays(p, x.shape, sizes, count):
+                parts[p.dim] = count
+            else:
+                p = Replicate()
+        placements.append(p)
     if placements == list(x.placements):
         return x
     return x.redistribute(placements=placements)
