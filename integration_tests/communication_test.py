@@ -42,8 +42,12 @@ SENT = {
     "scatter": ("reduce_scatter", "all_gather"),
 }
 if keras.config.backend() == "tensorflow":
-    # DTensor adds up whole gradients, of which each device keeps its part.
-    SENT["all_gather"] = "all_gather", "all_reduce"
+    # DTensor adds up whole tensors, of which each device keeps its part.
+    SENT.update(
+        all_gather=("all_gather", "all_reduce"),
+        reduce_scatter=("all_reduce", "all_gather"),
+        scatter=("all_reduce", "all_gather"),
+    )
 
 
 class Collective(keras.layers.Layer):

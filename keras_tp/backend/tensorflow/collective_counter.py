@@ -15,6 +15,7 @@ from keras_tp.backend.tensorflow import functions
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import training
 from keras_tp.backend.tensorflow import variables
+from keras_tp.backend.tensorflow.ops.sequence import SCATTERED
 
 _runs = itertools.count()
 _OPS = {
@@ -136,7 +137,8 @@ def _kept_parts(nodes):
     """Returns the slices that devices without a reduce-scatter make.
 
     Such devices all-reduce, and each one keeps its part of the sum: a slice
-    that DTensor names after the sum.
+    that DTensor names after the sum. Only sums in the scope `SCATTERED` count;
+    DTensor may fuse others with a slice, and count as they are sent.
 
     Returns:
         Dict of the name of a sum to the node of the slice.
@@ -145,6 +147,7 @@ def _kept_parts(nodes):
         node.input[0]: node
         for node in nodes
         if node.op == "Slice"
+        and SCATTERED in node.name
         and _purpose(node.name).endswith("/DTensorAllReduceOp")
         and _purpose(node.name) == _purpose(node.input[0])
     }

@@ -134,7 +134,7 @@ def gather(
         if sequence_axis is not None:
             # DTensor fuses the sum with the split only if it comes next.
             found = tf.reshape(found, [parts, *indices.shape, *row])
-            total = sequence.scattered(tf.reduce_sum(found, 0), sequence_axis)
+            total = sequence.scattered(sequence.summed(found), sequence_axis)
             return total, lambda dy: gradient(sequence.gathered(dy))
         if found.dtype in (tf.int8, tf.uint8, tf.int16, tf.uint16):
             # Exact, and 32 bits: DTensor sums integers as 64 bits.

@@ -16,6 +16,8 @@ from tensorflow.python import pywrap_tfe
 from keras_tp.backend import sequence_parallel
 from keras_tp.backend.tensorflow import placement
 
+# The scope of sums that `scattered` follows. Collectives are counted by it.
+SCATTERED = "keras_tp_reduce_scatter"
 # Elementwise operations; an input of the same shape is split alike.
 _ELEMENTWISE = ("Add", "AddV2", "Cast", "Identity")
 
@@ -89,6 +91,12 @@ def scattered(x, axis):
     return _with_sequence(x, axis)
 
 
+def summed(x):
+    """Adds up the first dim, before `scattered`."""
+    with tf.name_scope(SCATTERED):
+        return tf.reduce_sum(x, 0)
+
+
 def gathered(x):
     """Gathers a tensor that is split along the sequence."""
     return _with_sequence(x, dtensor.UNSHARDED)
@@ -113,7 +121,8 @@ def _row_product(terms, result, x, weight, axis):
             dx = _einsum(f"{result},{terms[1]}->{terms[0]}", dy, weight)
             return dx, _einsum(f"{terms[0]},{result}->{terms[1]}", x, dy)
 
-        y = _einsum(f"{terms[0]},{terms[1]}->{result}", x, weight)
+        with tf.name_scope(SCATTERED):
+            y = _einsum(f"{terms[0]},{terms[1]}->{result}", x, weight)
         return scattered(y, axis), gradient
 
     return multiply(x, weight)
@@ -159,7 +168,7 @@ def _copies(x, layout):
     @placement.custom_gradient
     def copy(x):
         def gradient(dy):
-            return dtensor.relayout_like(tf.reduce_sum(dy, 0), x)
+            return dtensor.relayout_like(summed(dy), x)
 
         whole = tf.expand_dims(gathered(x), 0)
         # The product with split ones keeps the layout of the batch.
