@@ -55,8 +55,9 @@ def make_distribution(name, devices):
         devices: Int, number of devices.
     """
     from keras_tp import distribution
-    from keras_tp.distribution import tensor_parallel
+    from keras_tp.distribution import tensor_layout
     from keras_tp.distribution import variable_origin
+    from keras_tp.distribution.planning import planner
 
     class SplitAll(distribution.ModelParallel):
         """Splits every weight along its largest dim that divides."""
@@ -71,9 +72,11 @@ def make_distribution(name, devices):
                 return layout
             if any(layout.axes):
                 return layout
-            return tensor_parallel._largest_dim_split(
-                tuple(variable.shape), self.device_mesh
+            mesh, shape = self.device_mesh, tuple(variable.shape)
+            axes = tensor_layout.split_largest_dim(
+                layout.axes, shape, planner.model_axis(mesh), mesh
             )
+            return tensor_layout.layout_with(axes, mesh, uneven=True)
 
     class Noted:
         """Keeps whether anything was asked for; see `Plugin.was_asked`."""
