@@ -3,8 +3,8 @@
     pip install '.[jax,hub,ahead]'
     python benchmarks/sequence_parallel.py --targets h100,v5e
 
-Prints the rows of a table: what a layer communicates, and memory on one device,
-of the models of `compile_for.py`, by the law of two shallow ones.
+Prints a table with the collectives of one layer and the memory of one device. The
+models are those of `compile_for.py`; two shallow ones give the law of a deep one.
 """
 
 import argparse

@@ -196,9 +196,10 @@ def _collective(module, instruction):
 
 
 def _key(instruction, found):
-    """Returns what a collective and its clones have in common, or `None`.
+    """Returns a key that a collective and its clones share, or `None`.
 
-    Those of `shard_map` share a channel, and those of a layer a name.
+    Collectives of `shard_map` have one channel, and those of one layer have
+    one name, so the key also has their devices and sizes.
     """
     channel = instruction.attribute(r"channel_id=(\d+)")
     name = instruction.attribute(r'op_name="([^"]*)"')
