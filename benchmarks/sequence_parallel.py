@@ -3,8 +3,9 @@
     pip install '.[jax,hub,ahead]'
     python benchmarks/sequence_parallel.py --targets h100,v5e
 
-Prints a table with the collectives of one layer and the memory of one device. The
-models are those of `compile_for.py`; two shallow ones give the law of a deep one.
+Prints a table with the collectives of one layer and the memory of one device.
+The models are those of `compile_for.py`; two shallow ones give the law of a deep
+one.
 """
 
 import argparse
