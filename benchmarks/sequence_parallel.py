@@ -4,8 +4,8 @@
     python benchmarks/sequence_parallel.py --targets h100,v5e
 
 Prints a table with the collectives of one layer and the memory of one device.
-The models are those of `compile_for.py`; two shallow ones give the law of a deep
-one.
+The models are those of `compile_for.py`; two shallow ones give the law of a
+deep one.
 """
 
 import argparse
