@@ -45,7 +45,7 @@ def warn_if_not_together(sequence_parallel, fully_shard):
             "On this backend, sequence parallelism does not reach products "
             "with fully sharded kernels. Results are correct, but activations "
             "are gathered, and the plan does not predict it. Leave one of the "
-            "two out, or use JAX. Received: "
+            "two out, or use JAX or torch. Received: "
             f"sequence_parallel={sequence_parallel}, fully_shard={fully_shard}",
             stacklevel=3,
         )

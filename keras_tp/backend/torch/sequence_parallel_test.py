@@ -447,6 +447,7 @@ def test_a_compiled_step():
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_compiled_nevertheless(monkeypatch):
     """Its activations are whole: all sums are all-reduced."""
 
