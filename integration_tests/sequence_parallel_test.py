@@ -184,6 +184,48 @@ def test_a_model_that_exists():
     assert found["reduce_scatter"][0] == 9
 
 
+class Subclassed(keras.Model):
+    """A model of the user's own, which its first call builds."""
+
+    def __init__(self):
+        super().__init__()
+        self.lookup = keras.layers.Embedding(WORDS, WIDTH)
+        self.norm = keras.layers.LayerNormalization()
+        self.up = keras.layers.Dense(4 * WIDTH, activation="gelu")
+        self.down = keras.layers.Dense(WIDTH)
+
+    def call(self, tokens):
+        x = self.lookup(tokens)
+        return x + self.down(self.up(self.norm(x)))
+
+
+def sequential():
+    """Returns a model without an `Input`."""
+    return keras.Sequential(
+        [
+            keras.layers.Embedding(WORDS, WIDTH),
+            keras.layers.LayerNormalization(),
+            keras.layers.Dense(4 * WIDTH, activation="gelu"),
+            keras.layers.Dense(WIDTH),
+        ]
+    )
+
+
+@pytest.mark.parametrize("build", [Subclassed, sequential])
+def test_a_model_that_data_builds(build):
+    model, expected = train(build)
+    expected.append(model.train_on_batch(TOKENS, TARGETS))
+    with parallel(harness.fitted((1, 2))).scope():
+        model, losses = train(build)
+        found = counted(model, TARGETS)
+    # After the scope.
+    losses.append(model.train_on_batch(TOKENS, TARGETS))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert found["all_gather"][0] == found["reduce_scatter"][0] == 3
+    output = keras.ops.convert_to_numpy(model(TOKENS))
+    assert output.shape == TARGETS.shape
+
+
 def test_nothing_to_split_is_said():
     def images():
         inputs = keras.Input((8, 8, 3))

@@ -407,7 +407,9 @@ def _move_to_plan(model, distribution):
         variable._origin = made
         if before is None or not (
             splits_alike(before, layout)
-            and before.sequence_parallel == layout.sequence_parallel
+            # Layouts of Keras have no such attribute.
+            and getattr(before, "sequence_parallel", False)
+            == getattr(layout, "sequence_parallel", False)
         ):
             lib.relayout_variable(variable, layout)
             optimizer_slots.note_slot_layout(variable)

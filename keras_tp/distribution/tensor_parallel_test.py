@@ -343,3 +343,22 @@ def test_variables_of_one_path_and_several_shapes_are_whole(is_given):
     assert kernel.path == packed.path
     assert kernel._layout.axes == (None, None, None)
     assert packed._layout.axes == (None, None)
+
+
+def test_a_variable_with_a_layout_of_keras():
+    class Scaled(layers.Layer):
+        def build(self, shape):
+            mesh = distribution.distribution().device_mesh
+            layout = keras.distribution.TensorLayout((None, None), mesh)
+            value = np.ones((1, shape[-1]), "float32")
+            self.scale = keras.Variable(value, layout=layout, name="scale")
+
+        def call(self, x):
+            return x * self.scale
+
+    devices = distribution.list_devices()[:2]
+    mesh = distribution.DeviceMesh((len(devices),), ["model"], devices)
+    with distribution.TensorParallel(mesh).scope():
+        model = keras.Sequential([keras.Input((4,)), Scaled()])
+        model.compile("sgd", "mse")
+        model.train_on_batch(np.ones((2, 4)), np.ones((2, 4)))

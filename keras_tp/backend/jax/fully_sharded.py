@@ -13,10 +13,8 @@ import threading
 import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
-from keras.src.distribution.distribution_lib import distribution
 
-# The names of axes that split batches and nothing else.
-_BATCH_AXES = ("batch", "data")
+from keras_tp.backend.fully_sharded import batch_axis
 
 
 class _State(threading.local):
@@ -63,13 +61,8 @@ def gathered(variable, value):
 
 def _axis_of(axes):
     """Returns the axis of the batch if it splits a variable, or `None`."""
-    axis = getattr(distribution(), "batch_dim_name", None)
-    if axis is None or axis not in axes:
-        return None
-    # Keras takes the first axis of a mesh for it, whatever its name, unless it
-    # is told another one.
-    is_alone = all(name in (None, axis) for name in axes)
-    return None if is_alone and axis not in _BATCH_AXES else axis
+    axis = batch_axis(sum(name is not None for name in axes) == 1)
+    return axis if axis is not None and axis in axes else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

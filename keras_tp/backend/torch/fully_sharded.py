@@ -5,23 +5,15 @@ gradients, which are reduce-scattered (Rajbhandari et al. 2020). DTensor alone
 may gather the batch instead.
 """
 
-from keras.src.distribution.distribution_lib import distribution
 from torch.distributed.tensor import Replicate
 
+from keras_tp.backend.fully_sharded import batch_axis
 from keras_tp.backend.torch import placement
-
-# The names of axes that split batches and nothing else.
-_BATCH_AXES = ("batch", "data")
 
 
 def is_of_batch(mesh, dim):
     """Returns whether a mesh dim splits batches, and so gathers variables."""
-    name = mesh.mesh_dim_names[dim]
-    # Keras takes the first axis of a mesh for it, whatever its name, unless it
-    # is told another one.
-    if name != getattr(distribution(), "batch_dim_name", None):
-        return False
-    return mesh.ndim > 1 or name in _BATCH_AXES
+    return mesh.mesh_dim_names[dim] == batch_axis(mesh.ndim == 1)
 
 
 def gathered_placements(kernel):

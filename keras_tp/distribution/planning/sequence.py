@@ -160,7 +160,9 @@ class _Search:
 
     def _may_be_split(self, value):
         graph = self._planner.graph
-        if value.ndim != _RANK or graph.batch not in value.shape[:1]:
+        # A `Sequential` that data has built knows the size of its batch.
+        batches = {v.shape[0] for v in graph.inputs if v.ndim}
+        if value.ndim != _RANK or value.shape[0] not in batches:
             return False
         size = value.shape[SEQUENCE]
         grows = size % graph.length == 0 and size
