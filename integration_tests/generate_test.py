@@ -88,6 +88,19 @@ def test_the_distribution_of_the_model_is_entered():
     assert distribution.distribution() is None
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA cannot run DTensor")
+def test_jit_compile_is_turned_off():
+    plain = built("opt")
+    expected = generated(plain)
+    mesh = harness.mesh(harness.fitted((2,)), ["model"])
+    with distribution.TensorParallel(mesh).scope():
+        model = built("opt")
+        model.compile(sampler="greedy", jit_compile=True)
+    with pytest.warns(UserWarning, match="does not support `jit_compile=True`"):
+        found = generated(model)
+    np.testing.assert_array_equal(found, expected)
+
+
 @harness.shapes((2, 2))
 def test_tokens_on_a_mesh_that_splits_the_batch(shape):
     expected = generated(built("llama_grouped"))

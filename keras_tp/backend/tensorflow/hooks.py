@@ -137,7 +137,7 @@ TABLE = [
         "keras_hub.src.models.causal_lm:CausalLM",
         "make_generate_function",
         training.hook_make_generate_function,
-        "KerasHub's generate runs on the mesh",
+        "KerasHub's generate compiles for the mesh",
         waits=True,
     ),
     Hook(

@@ -366,14 +366,7 @@ def _dense_on_host(gradient):
 
 @around
 def hook_make_generate_function(original, self):
-    """Runs the generation loop on the mesh and returns plain tensors."""
-    if distribution() is None or self.generate_function is not None:
-        return original(self)
-    without_jit_compile(self)
-    run = run_on_mesh(original(self))
-
-    def generate_function(inputs, stop_token_ids=None):
-        return placement.to_host(run(inputs, stop_token_ids=stop_token_ids))
-
-    self.generate_function = generate_function
-    return generate_function
+    """Turns off `jit_compile`, which a function on the mesh cannot have."""
+    if distribution() is not None and self.generate_function is None:
+        without_jit_compile(self)
+    return original(self)
