@@ -1,7 +1,7 @@
 """Variables that are split over the axis of the batch too: FSDP, or ZeRO-3.
 
-A compiled step gathers them over this axis where a layer reads them, and splits
-their gradients (Rajbhandari et al. 2020). GSPMD alone may split activations
+A compiled step gathers them over this axis where a layer reads them, in the
+backward pass too, and splits their gradients (Rajbhandari et al. 2020). GSPMD alone may split activations
 along another dim than the batch instead: it then exchanges activations, and an
 attention kernel of a GPU refuses queries and keys that are not split alike.
 """
@@ -43,20 +43,43 @@ def gathered(variable, value):
         value: Its value as it is stored. Outside of compiled programs it stays
             as it is.
     """
-    layout = getattr(variable, "_layout", None)
-    if _state.off or layout is None or not isinstance(value, jax.core.Tracer):
+    if not is_gathered(variable) or not isinstance(value, jax.core.Tracer):
         return value
+    axis, axes = _gathered_axis(variable)
+    if len(axes) != value.ndim:
+        return value
+    rest = [None if name == axis else name for name in axes]
+    mesh = variable._layout.device_mesh.backend_mesh
+    return _gather(value, *(_sharding(mesh, names) for names in (axes, rest)))
+
+
+def pinned(variable, value):
+    """Returns the stored value of a gathered variable, split as it is stored.
+
+    XLA might split it in another way where it is gathered again.
+    """
+    _, axes = _gathered_axis(variable)
+    mesh = variable._layout.device_mesh.backend_mesh
+    return jax.lax.with_sharding_constraint(value, _sharding(mesh, axes))
+
+
+def _sharding(mesh, names):
+    return NamedSharding(mesh, PartitionSpec(*names))
+
+
+def is_gathered(variable):
+    """Returns whether a compiled step gathers a variable."""
+    return not _state.off and _gathered_axis(variable)[0] is not None
+
+
+def _gathered_axis(variable):
+    """Returns the mesh axis, or `None`, and the axes of the stored value."""
+    layout = getattr(variable, "_layout", None)
+    if layout is None:
+        return None, ()
     # Layouts of Keras store every tensor in its own shape.
     axes = getattr(layout, "stored_axes", layout.axes)
-    axis = _axis_of(axes)
-    if axis is None or len(axes) != value.ndim:
-        return value
-    mesh = layout.device_mesh.backend_mesh
-    rest = [None if name == axis else name for name in axes]
-    before, after = (
-        NamedSharding(mesh, PartitionSpec(*names)) for names in (axes, rest)
-    )
-    return _gather(value, before, after)
+    return _axis_of(axes), axes
 
 
 def _axis_of(axes):
@@ -79,3 +102,4 @@ def _backward(before, after, _, gradient):
 
 
 _gather.defvjp(_forward, _backward)
+

@@ -98,3 +98,33 @@ def test_an_optimizer_updates_its_part():
             .as_text()
         )
     assert sum(pair[0] for pair in collective_counter.count(text).values()) == 0
+
+
+def test_the_backward_pass_gathers_kernels_again():
+    count, size = 12, 128
+    mesh, parallel = scope(["batch"], (4,))
+    with parallel.scope():
+        layout = layout_with(("batch", None), mesh)
+        kernels = [
+            keras.Variable(np.eye(size, dtype="float32"), layout=layout)
+            for _ in range(count)
+        ]
+        # Tied: a transpose is gathered again too.
+        pairs = list(zip(kernels[::2], kernels[1::2]))
+
+        def total(values, x):
+            with StatelessScope(list(zip(kernels, values))):
+                for first, second in pairs:
+                    x = keras.ops.tanh(keras.ops.matmul(x, first))
+                    x = keras.ops.einsum("ab,bc->ac", x, second)
+                    x = keras.ops.matmul(x, keras.ops.transpose(first))
+            return keras.ops.sum(x)
+
+        x = np.ones((4, size), "float32")
+        x = distribution.distribute_tensor(x, parallel.get_data_layout(x.shape))
+        args = [kernel._value for kernel in kernels], x
+        step = jax.jit(jax.value_and_grad(total)).lower(*args).compile()
+    gathers = collective_counter.count(step.as_text())["all_gather"]
+    whole = size * size * 4
+    # Three products of each pair, in both passes, but for the gradient of `x`.
+    assert gathers == (6 * len(pairs) - 1, (6 * len(pairs) - 1) * whole)

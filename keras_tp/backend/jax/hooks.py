@@ -19,6 +19,7 @@ from keras_tp.backend.jax import programs
 from keras_tp.backend.jax import rematerialization
 from keras_tp.backend.jax import sequence_parallel
 from keras_tp.backend.jax import storage
+from keras_tp.backend.jax import vocab_parallel
 from keras_tp.backend.processes import callbacks
 from keras_tp.backend.processes import data_shards
 from keras_tp.backend.saving import one_writer
@@ -122,6 +123,12 @@ TABLE = [
         "correlate",
         around(convolution.correlate),
         "correlations are correct on meshes of two axes",
+    ),
+    Hook(
+        f"{_KERAS}.math",
+        "top_k",
+        around(vocab_parallel.top_k),
+        "the largest of split values are found without a gather of the values",
     ),
     Hook(
         f"{_KERAS}.distribution_lib",

@@ -58,6 +58,22 @@ class Kernel(collections.namedtuple("Kernel", "tensor axes layout size")):
         return part
 
 
+    def mapped(self, function, in_specs, out_specs):
+        """Wraps a function of the shards of an activation and the kernel.
+
+        If the function gathers the kernel, the backward pass does so again.
+        """
+        mesh = self.layout.device_mesh.backend_mesh
+        found = jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs
+        )
+        is_whole = all(
+            axis is None or dim == self.dim
+            for dim, axis in enumerate(self.axes)
+        )
+        return found if is_whole else jax.checkpoint(found)
+
+
 def kernel_of(operand):
     """Returns the `Kernel` of a variable or its transpose, or `None`."""
     if not in_stateless_scope():
@@ -124,7 +140,9 @@ def matmul(original, x1, x2):
         x1 = core.convert_to_tensor(x1)
         if x1.ndim == 3:
             result = product("abd,de->abe", x1, kernel, original)
-    return original(x1, x2) if result is None else result
+    if result is None:
+        result = storage.product(lambda kernel: original(x1, kernel), x2)
+    return result
 
 
 def _column(x, kernel, multiply, dims, split):
@@ -134,11 +152,10 @@ def _column(x, kernel, multiply, dims, split):
         return None
     mesh = kernel.layout.device_mesh.backend_mesh
     batch = _batch_axis(mesh, x.shape[0], axis)
-    result = jax.shard_map(
+    result = kernel.mapped(
         lambda whole, w: multiply(whole[0], kernel.over_batch(w)),
-        mesh=mesh,
-        in_specs=(PartitionSpec(axis, batch), PartitionSpec(*kernel.axes)),
-        out_specs=_spec(out, {split: axis, left[0]: batch}),
+        (PartitionSpec(axis, batch), PartitionSpec(*kernel.axes)),
+        _spec(out, {split: axis, left[0]: batch}),
     )(_gathered(x, axis, mesh, batch), kernel.tensor)
     if kernel.size is not None:
         dim = out.index(split)
@@ -155,16 +172,15 @@ def _row(x, kernel, multiply, dims, split):
         return None
     mesh = kernel.layout.device_mesh.backend_mesh
     batch = _batch_axis(mesh, x.shape[0], axis)
-    return jax.shard_map(
+    return kernel.mapped(
         lambda part, w: in_shard_map.reduce_scatter(
             multiply(part, kernel.over_batch(w)), axis, SEQUENCE
         ),
-        mesh=mesh,
-        in_specs=(
+        (
             _spec(left, {split: axis, left[0]: batch}),
             PartitionSpec(*kernel.axes),
         ),
-        out_specs=PartitionSpec(batch, axis),
+        PartitionSpec(batch, axis),
     )(x, kernel.tensor)
 
 
@@ -263,14 +279,13 @@ class Functions:
             return original(subscripts, *operands, **kwargs)
         subscripts = subscripts.replace(" ", "")
         x, kernel = operands
-        result = product(
-            subscripts,
-            x,
-            kernel_of(kernel),
-            lambda x, w: original(subscripts, x, w, **kwargs),
-        )
+
+        def multiply(x, kernel):
+            return original(subscripts, x, kernel, **kwargs)
+
+        result = product(subscripts, x, kernel_of(kernel), multiply)
         if result is None:
-            result = original(subscripts, x, kernel, **kwargs)
+            result = storage.product(lambda w: multiply(x, w), kernel)
         inputs, output = subscripts.split("->")
         of_kernel = inputs.split(",")[1]
         if len(of_kernel) != len(kernel.shape):
@@ -292,4 +307,6 @@ class Functions:
     def transpose(original, x, axes=None):
         result = original(x, axes=axes)
         note_transpose(result, x, axes)
+        if axes is None and isinstance(x, core.Variable):
+            storage.note_transpose(result, x)
         return result

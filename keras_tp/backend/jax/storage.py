@@ -54,6 +54,8 @@ class _State(threading.local):
 _state = _State()
 # id of a tensor -> (weak reference to it, the tensor with a dim of blocks, dim)
 _noted = {}
+# id of a tensor -> (weak reference to it, the variable that it transposes)
+_transposed = {}
 
 
 def shape_of(variable):
@@ -86,6 +88,47 @@ def from_stored(value, shape):
     if value.ndim != len(shape):
         return jnp.reshape(value, shape)
     return value[tuple(map(slice, shape))]
+
+
+def product(multiply, kernel):
+    """Returns a product; the backward pass gathers its kernel again.
+
+    JAX would keep what the forward pass gathers of a fully sharded kernel: a
+    device would hold the gathered kernels of all layers. XLA gathers as many of
+    them early as the memory of a device allows.
+
+    Args:
+        multiply: Function of the kernel.
+        kernel: Keras variable, or a tensor. It may be the transpose of a
+            variable that was noted by `note_transpose`.
+    """
+    variable, transpose = kernel, None
+    noted, source = _transposed.get(id(kernel), (None, None))
+    if noted is not None and noted() is kernel:
+        variable, transpose = source, jnp.transpose
+    if not in_stateless_scope() or not fully_sharded.is_gathered(variable):
+        return multiply(kernel)
+    with stored(), fully_sharded.as_it_is():
+        part = core.convert_to_tensor(variable)
+    if not isinstance(part, jax.core.Tracer):
+        return multiply(kernel)
+
+    @jax.checkpoint
+    def gather_and_multiply(part):
+        part = fully_sharded.pinned(variable, part)
+        whole = fully_sharded.gathered(variable, part)
+        if whole.shape != tuple(variable.shape):
+            whole = from_stored(whole, variable.shape)
+        return multiply(whole if transpose is None else transpose(whole))
+
+    return gather_and_multiply(fully_sharded.pinned(variable, part))
+
+
+def note_transpose(result, variable):
+    """Remembers that a tensor is the transpose of a variable."""
+    key = id(result)
+    reference = weakref.ref(result, lambda _: _transposed.pop(key, None))
+    _transposed[key] = reference, variable
 
 
 @contextlib.contextmanager

@@ -145,3 +145,24 @@ def gather(
         return tf.reshape(total, [*indices.shape, *row]), gradient
 
     return look_up(table)
+
+
+def take_along_axis(original, x, indices, axis=None):
+    """Looks up one value of each row where it is, and adds zeros of others.
+
+    For example the log probability of each target. DTensor would gather `x`.
+    """
+    x = tf.convert_to_tensor(x)
+    indices = tf.convert_to_tensor(indices)
+    rank = len(x.shape)
+    size = None if axis is None or not rank else x.shape[axis]
+    is_one = size and len(indices.shape) == rank and indices.shape[axis] == 1
+    if not is_one or not x.dtype.is_floating:
+        return original(x, indices, axis)
+    places = tf.range(size, dtype=indices.dtype)
+    places = tf.reshape(places, [-1] + [1] * (rank - axis % rank - 1))
+    indices = tf.where(indices < 0, indices + size, indices)
+    found = tf.where(places == indices, x, tf.zeros([], x.dtype))
+    found = tf.reduce_sum(found, axis, keepdims=True)
+    is_known = tf.logical_and(indices >= 0, indices < size)
+    return tf.where(is_known, found, tf.constant(float("nan"), x.dtype))

@@ -1,10 +1,33 @@
-"""`argmin`, and functions that sort along a dim."""
+"""The largest values of a dim and their places, and functions that sort it.
+
+The logits of a split vocabulary are not gathered where a device can find its
+own candidates first: DTensor would gather what `argmax`, `top_k` and
+`in_top_k` get.
+"""
 
 import numpy as np
 import tensorflow as tf
 from keras.src import backend as keras_backend
 
 from keras_tp.backend.tensorflow import placement
+
+
+def argmax(original, input, axis=None, output_type=tf.int64, name=None):
+    """Returns the smallest of the indices that have the largest value.
+
+    Two tensors of the shape of the result are all-reduced.
+    """
+    x = tf.convert_to_tensor(input)
+    axis = tf.get_static_value(0 if axis is None else axis)
+    size = None if axis is None or not len(x.shape) else x.shape[int(axis)]
+    if not size:
+        return original(input, axis, output_type, name)
+    axis = int(axis) % len(x.shape)
+    largest = tf.reduce_max(x, axis, keepdims=True)
+    after = [1] * (len(x.shape) - axis - 1)
+    # NaN is not less than any value, so that its index is found.
+    places = tf.where(x < largest, size, numbers(size, tf.int32, after))
+    return tf.cast(tf.reduce_min(places, axis), output_type)
 
 
 def argmin(original, input, axis=None, output_type=tf.int64, name=None):
@@ -21,19 +44,25 @@ def argmin(original, input, axis=None, output_type=tf.int64, name=None):
 
 
 def top_k(original, input, k=1, sorted=True, index_type=tf.int32, name=None):
-    """Adds up the gradient of each value where it comes from.
+    """Finds the largest values of each device's part, and then of all.
 
-    TensorFlow's gradient would write outside of a device's part.
+    The gradient of each value is added where the value comes from;
+    TensorFlow's gradient would write outside of a device's part. Values are
+    sorted in any case, so that the order is the same on every mesh.
     """
     x = tf.convert_to_tensor(input)
     if not x.dtype.is_floating or x.shape[-1] is None:
         return original(x, k, sorted, index_type, name)
     result_type = []
 
+    def largest(x, k):
+        result = original(x, k, True, index_type, name)
+        result_type.append(type(result))
+        return result
+
     @placement.custom_gradient
     def found(x):
-        result = original(x, k, sorted, index_type, name)
-        result_type.append(type(result))
+        result = _from_parts(largest, x, k)
         places = numbers(x.shape[-1], result.indices.dtype)
 
         def gradient(dy, unused):
@@ -45,6 +74,58 @@ def top_k(original, input, k=1, sorted=True, index_type=tf.int32, name=None):
 
     values = found(x)
     return result_type[0](*values)
+
+
+def _from_parts(largest, x, k):
+    """Finds the candidates of each device's part, then the best of them.
+
+    The same values and indices as those of the whole: of equal values, the
+    first come first in both steps.
+
+    Args:
+        largest: Function of a tensor and `k`; returns values and indices.
+        x: Tensor. Its last dim may be split.
+        k: Int.
+    """
+    mesh, batch = placement.current_mesh(), placement.batch_axis()
+    parts = 1
+    for axis in () if mesh is None else mesh.dim_names:
+        parts *= 1 if axis == batch else mesh.dim_size(axis)
+    k = tf.get_static_value(k)
+    *rows, size = x.shape
+    if None in (k, *rows) or size % parts or not k * parts * 2 <= size:
+        return largest(x, k)
+    own = size // parts
+    found = largest(tf.reshape(x, [*rows, parts, own]), k)
+    first = numbers(parts, found.indices.dtype, [1]) * own
+    joined = [*rows, parts * k]
+    places = tf.reshape(found.indices + first, joined)
+    best = largest(tf.reshape(found.values, joined), k)
+    chosen = best.indices[..., None] == numbers(parts * k, best.indices.dtype)
+    places = tf.where(chosen, places[..., None, :], 0)
+    return type(best)(best.values, tf.reduce_sum(places, -1))
+
+
+def in_top_k(original, targets, predictions, k, name=None):
+    """Counts the classes with larger predictions than that of the target.
+
+    Like TensorFlow, says no for a row with a prediction that is not finite, and
+    for a target that is not a class.
+    """
+    x = tf.convert_to_tensor(predictions)
+    targets = tf.convert_to_tensor(targets)
+    if x.shape[-1] is None:
+        return original(targets, x, k, name)
+    targets = targets[:, None]
+    classes = numbers(x.shape[-1], targets.dtype)
+    zero = tf.zeros([], x.dtype)
+    of_target = tf.where(classes == targets, x, zero)
+    of_target = tf.reduce_sum(of_target, -1, keepdims=True)
+    k = tf.cast(k, tf.int32)
+    is_larger = tf.cast(x > of_target, tf.int32)
+    larger = tf.where(tf.math.is_finite(x), is_larger, k)
+    is_class = (targets >= 0) & (targets < x.shape[-1])
+    return (tf.reduce_sum(larger, -1) < k) & is_class[:, 0]
 
 
 def top_k_of_sort(original, input, k=1, **kwargs):

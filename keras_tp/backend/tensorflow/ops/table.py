@@ -250,11 +250,13 @@ _RULES_BY_OWNER = {
         "nanquantile": sorting.nanquantile,
         "repeat": matmul.repeat,
         "split": shape_ops.keras_split,
+        "take_along_axis": embedding.take_along_axis,
     },
     "keras.src.layers.rnn.time_distributed:TimeDistributed": {
         "call": time_distributed,
     },
     "tensorflow": {
+        "argmax": sorting.argmax,
         "argmin": sorting.argmin,
         "concat": concat,
         "convert_to_tensor": convert_to_tensor,
@@ -293,6 +295,7 @@ _RULES_BY_OWNER = {
     },
     "tensorflow:math": {
         "bincount": counting.bincount,
+        "in_top_k": sorting.in_top_k,
         "top_k": sorting.top_k,
     },
     "tensorflow:nn": {

@@ -59,13 +59,11 @@ def whole_vmap(original):
 def along_dim(op, args, kwargs):
     """Runs an operation that needs one dim whole; other dims stay split.
 
-    DTensor's own cumulative sums restart in each shard. Its `topk` returns the
-    shape of an earlier call with another `k`.
+    DTensor's own cumulative sums restart in each shard.
     """
     x, *rest = args
     given = _arguments(op, args, kwargs)
-    dim = given.get("dim", -1 if op is aten.topk.default else 0)
-    dim %= max(x.ndim, 1)
+    dim = given.get("dim", 0) % max(x.ndim, 1)
     mesh = x.device_mesh
     placements = [
         placed if placed.is_shard() and placed.dim != dim else Replicate()
@@ -73,8 +71,6 @@ def along_dim(op, args, kwargs):
     ]
     results = op(local_tensors.local_part(x, mesh, placements), *rest, **kwargs)
     sizes = list(x.shape)
-    if op is aten.topk.default:
-        sizes[dim : dim + 1] = [given["k"]] * (x.ndim > 0)
     if op is aten.unbind.int:
         del sizes[dim]
         # The dims after the removed one move up.
@@ -190,6 +186,12 @@ def pointwise(op, args, kwargs):
     )
 
 
+def expand(op, args, kwargs):
+    """Repeats values; partial sums are all-reduced while they are small."""
+    x, *rest = args
+    return _own_way(op, (placement.settled(x), *rest), kwargs)
+
+
 def added_up(op, args, kwargs):
     """Runs a reduction and all-reduces its partial result.
 
@@ -293,7 +295,7 @@ REPLICATED = {
     ),
     "needs all of a sorted sequence": "bucketize.Tensor searchsorted.Tensor",
     "one draw for all processes": (
-        "binomial multinomial normal.Tensor_Tensor normal.Tensor_float "
+        "binomial normal.Tensor_Tensor normal.Tensor_float "
         "normal.float_Tensor poisson _sample_dirichlet _standard_gamma "
         "_standard_gamma_grad"
     ),
@@ -318,6 +320,9 @@ _OPERATIONS = {
     vocab_parallel.class_loss_backward: "nll_loss_backward nll_loss2d_backward",
     vocab_parallel.argmax: "argmax",
     vocab_parallel.logsumexp: "logsumexp",
+    vocab_parallel.multinomial: "multinomial",
+    # DTensor's own returns the shape of an earlier call with another `k`.
+    vocab_parallel.topk: "topk",
     random.random_in_place: (
         "bernoulli_.float bernoulli_.Tensor cauchy_ exponential_ geometric_ "
         "log_normal_ normal_ random_ random_.from random_.to uniform_"
@@ -338,7 +343,8 @@ _OPERATIONS = {
         "hardshrink_backward hardsigmoid_backward hardswish_backward "
         "hardtanh_backward log_sigmoid_backward softshrink_backward"
     ),
-    along_dim: "cumprod cumsum logcumsumexp topk unbind.int",
+    along_dim: "cumprod cumsum logcumsumexp unbind.int",
+    expand: "expand",
     added_up: "amax amin prod prod.dim_int",
     pool_backward: (
         "_adaptive_avg_pool3d_backward adaptive_max_pool2d_backward "

@@ -7,6 +7,8 @@ Megatron-LM, https://arxiv.org/abs/1909.08053, section 3). These handlers run
 below autograd.
 """
 
+import copy
+
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial
@@ -91,9 +93,26 @@ class _Split:
             local, self.mesh, placements, self._shape_with(1)
         )._local_tensor
 
+    def whole_classes(self):
+        """Returns how the tensor is split with its classes gathered."""
+        split = copy.copy(self)
+        split.placements = self.placements_of_result(keepdim=True)
+        split.over_classes = False
+        return split
+
+    def smallest(self):
+        """Returns the size of the smallest shard of the classes' dim."""
+        size, count = self.shape[self.dims[0]], self.counts[self.dims[0]]
+        return size - -(-size // count) * (count - 1)
+
     def gathered(self, local):
-        """Returns all processes' results, joined along the classes' dim."""
-        joined = self._shape_with(self.counts[self.dims[0]])
+        """Returns all processes' results, joined along the classes' dim.
+
+        Args:
+            local: Tensor, of the same size on all processes.
+        """
+        (dim,) = self.dims
+        joined = self._shape_with(self.counts[dim] * local.shape[dim])
         whole = local_tensors.wrap_parts(
             local, self.mesh, self.placements, joined
         ).redistribute(placements=self.placements_of_result(keepdim=True))
@@ -110,9 +129,9 @@ class _Split:
             for p in self.placements
         ]
 
-    def result(self, local, keepdim=False):
-        """Returns the DTensor of a result in which the classes have size 1."""
-        shape = self._shape_with(1)
+    def result(self, local, keepdim=False, size=1):
+        """Returns the DTensor of a result with `size` values per sample."""
+        shape = self._shape_with(size)
         if not keepdim:
             local = local.squeeze(self.dims)
             shape = [n for i, n in enumerate(shape) if i not in self.dims]
@@ -231,6 +250,59 @@ def argmax(op, args, kwargs):
         classes = split.gathered(result + split.first(x.shape))
         result = classes.gather(dim, largest.argmax(dim, keepdim=True))
     return split.result(result, given.get("keepdim", False))
+
+
+def topk(op, args, kwargs):
+    """Runs `topk` along a dim; gathers `k` candidates per process."""
+    given = {"dim": -1, "largest": True, "sorted": True}
+    given.update(zip(("x", "k", "dim", "largest", "sorted"), args), **kwargs)
+    x, k, is_sorted = given["x"], given["k"], given["sorted"]
+    split = _Split(x, given["dim"])
+    (dim,) = split.dims
+    if split.over_classes and x.device.type == "cpu" and not is_sorted:
+        # On CPUs torch sorts all the same if there are 64 values for each that
+        # is wanted. If not, the order depends on all values. Random numbers
+        # are drawn for the values in this order.
+        is_sorted = 64 * k <= x.shape[dim]
+        if not is_sorted:
+            split = split.whole_classes()
+    if split.over_classes and k > split.smallest():
+        split = split.whole_classes()
+    order = (dim, given["largest"], is_sorted)
+    values, classes = op(split.part(x), k, *order)
+    if split.over_classes:
+        values = split.gathered(values)
+        classes = split.gathered(classes + split.first(x.shape))
+        values, chosen = op(values, k, *order)
+        classes = classes.gather(dim, chosen)
+    return tuple(
+        split.result(local, keepdim=True, size=k) for local in (values, classes)
+    )
+
+
+def multinomial(op, args, kwargs):
+    """Draws classes of split probabilities, those of one device.
+
+    torch draws one class, or different ones, as the largest of the
+    probabilities divided by exponential noise. Each process draws all of the
+    noise and uses its part.
+    """
+    x, count, *others = args
+    replacement = others[0] if others else kwargs.get("replacement", False)
+    split = _Split(x, -1)
+    if not split.over_classes or (replacement and count > 1):
+        return local_tensors.replicated(op, args, kwargs)
+    local = split.part(x)
+    torch._assert_async(
+        ((local >= 0) & (local < torch.inf)).all(),
+        "Probabilities should be finite and not negative.",
+    )
+    noise = torch.empty(x.shape, dtype=x.dtype, device=local.device)
+    noise.exponential_(generator=kwargs.get("generator"))
+    scores = split.whole(local / split.part(noise))
+    if count == 1:
+        return scores.argmax(-1, keepdim=True)
+    return scores.topk(count).indices
 
 
 def logsumexp(op, args, kwargs):
