@@ -1,6 +1,7 @@
 """Optimizer state that is split over the batch axis too: row B.3."""
 
 import functools
+import warnings
 
 import keras
 import numpy as np
@@ -219,11 +220,65 @@ def test_a_plan_that_is_fully_sharded(shape):
         network, harness.mesh(shape), fully_shard="batch"
     )
     assert plan.split_share == 1
+    with warnings.catch_warnings():
+        # Not "each device holds every variable whole".
+        warnings.simplefilter("error")
+        plan.distribution()
+        distribution.TensorParallel(harness.mesh(shape), fully_shard=True)
     model = assert_fully_sharded(plan.distribution(), shape)
     weights = sum(np.prod(v.shape) * 4 for v in model.trainable_variables)
     memory = plan.memory(BATCH)
     assert memory["parameters"] == weights // (shape[0] * shape[1])
     assert memory["slots"] == 2 * memory["parameters"]
+
+
+def tokens_network():
+    """Two transformer blocks whose dims divide by four."""
+    keras.utils.set_random_seed(1)
+    tokens = keras.Input((4,), dtype="int32")
+    x = layers.Embedding(UNITS, FEATURES, name="tokens")(tokens)
+    for i in range(2):
+        y = layers.MultiHeadAttention(4, 4, name=f"attention_{i}")(x, x)
+        x = layers.LayerNormalization(name=f"norm_{i}")(x + y)
+        y = layers.Dense(UNITS, activation="relu", name=f"up_{i}")(x)
+        x = x + layers.Dense(FEATURES, name=f"down_{i}")(y)
+    return keras.Model(tokens, x)
+
+
+@SHAPES
+def test_a_fully_sharded_plan_predicts_gathers_of_variables(shape):
+    plan = distribution.plan_sharding(
+        tokens_network, harness.mesh(shape), fully_shard=True
+    )
+    again = [row.path for row in plan.variables if row.gathered_again]
+    # Four kernels of attention and two others in each block.
+    assert len(again) == 2 * (4 + 2)
+    assert all(path.endswith("kernel") for path in again)
+    with plan.distribution().scope():
+        model = tokens_network()
+    model.compile("adam", "mse")
+    x = np.arange(BATCH * 4).reshape(BATCH, 4) % UNITS
+    y = np.zeros((BATCH, 4, FEATURES), "float32")
+    found = distribution.count_collectives(model, x, y)
+    predicted = plan.collectives(BATCH)
+    per_device = [
+        plan.device_bytes(row)
+        for row in plan.variables
+        if row.trainable and "batch" in row.axes
+    ]
+    if BACKEND == "torch":
+        # It also gathers the two variables of each norm again. The loss is a
+        # number more.
+        count, size = predicted["all_gather"]
+        norms = 4, 4 * FEATURES * 4
+        assert found["all_gather"] == (count + norms[0], size + norms[1])
+        assert found["reduce_scatter"] == predicted["reduce_scatter"]
+        assert predicted["reduce_scatter"] == (len(per_device), sum(per_device))
+        count, size = predicted["all_reduce"]
+        assert found["all_reduce"] == (count + 1, size + 4)
+    elif BACKEND == "jax":
+        # XLA on CPUs has no reduce-scatter, and sums small gradients together.
+        assert found["all_gather"] == predicted["all_gather"]
 
 
 @pytest.mark.parametrize("axis", ["model", "rows"])

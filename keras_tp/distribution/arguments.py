@@ -1,12 +1,10 @@
 """Checks of user arguments; each error says what to write instead."""
 
 import inspect
-import warnings
 
 from keras import Layer
 from keras.src.distribution import distribution_lib as keras_lib
 
-from keras_tp import backend
 from keras_tp.distribution import device_mesh as meshes
 
 
@@ -34,20 +32,6 @@ def check_mesh(value):
             "Expect `device_mesh` to be an instance of `DeviceMesh`, such as "
             f"`DeviceMesh((1, 4), ['batch', 'model'])`. {_instead_of(value)}"
             f"{_received('device_mesh', value)}"
-        )
-
-
-def warn_if_not_together(sequence_parallel, fully_shard):
-    """Warns if the backend does not combine these two arguments of a plan."""
-    lib = backend.distribution_lib
-    if sequence_parallel and fully_shard and not lib.gathers_kernels():
-        warnings.warn(
-            "On this backend, sequence parallelism does not reach products "
-            "with fully sharded kernels. Results are correct, but activations "
-            "are gathered, and the plan does not predict it. Leave one of the "
-            "two out, or use JAX or torch. Received: "
-            f"sequence_parallel={sequence_parallel}, fully_shard={fully_shard}",
-            stacklevel=3,
         )
 
 

@@ -14,6 +14,7 @@ from keras_tp.distribution.device_mesh import DeviceMesh
 from keras_tp.distribution.distribution_lib import list_devices
 from keras_tp.distribution.layout_map import LayoutMap
 from keras_tp.distribution.planning import cost
+from keras_tp.distribution.planning import fully_sharded
 from keras_tp.distribution.planning import plan_file
 from keras_tp.distribution.planning import plan_text
 from keras_tp.distribution.planning import planner
@@ -178,9 +179,8 @@ class ShardingPlan:
 
         The all-reduces of a loss over split outputs, of clipping and of metrics
         are not counted. With several replicas of the model, each gradient is
-        all-reduced over them. Of a fully sharded plan, neither the all-gathers
-        of variables nor the reduce-scatters of their gradients are counted:
-        each backend chooses how many it needs.
+        all-reduced over them; that of a fully sharded variable is
+        reduce-scattered, and the variable is gathered before each use.
 
         Args:
             batch_size: Int, the global batch size.
@@ -193,24 +193,24 @@ class ShardingPlan:
             device.
         """
         args = batch_size, sequence_length
-        sizes = [row.size for row in self.reductions if not row.scattered]
-        total = self._sum(sizes, *args)
-        count = len(sizes)
-        if self._replicas > 1:
-            gradients = [r for r in self.variables if r.trainable]
-            count += len(gradients)
-            total += sum(self.device_bytes(row) for row in gradients)
-        found = {"all_reduce": (count, total)}
+        batch = planner.batch_axis(self.device_mesh)
+        found = fully_sharded.collectives(self, batch)
+
+        def add(kind, sizes, parts=1):
+            found[kind] += [self._sum([size], *args) // parts for size in sizes]
+
         along = [row.size for row in self.reductions if row.scattered]
-        sizes = along + [row.size for row in self.gathers]
-        if sizes:
-            found["all_gather"] = (len(sizes), self._sum(sizes, *args))
-        sizes = along + [row.size for row in self.gathers if row.is_scattered]
-        if sizes:
-            count = axis_size(self.device_mesh, self.axis)
-            size = self._sum(sizes, *args) // count
-            found["reduce_scatter"] = (len(sizes), size)
-        return found
+        parts = axis_size(self.device_mesh, self.axis)
+        sizes = [row.size for row in self.reductions if not row.scattered]
+        add("all_reduce", sizes)
+        add("all_gather", along + [row.size for row in self.gathers])
+        scattered = [row.size for row in self.gathers if row.is_scattered]
+        add("reduce_scatter", along + scattered, parts)
+        return {
+            kind: (len(sizes), sum(sizes))
+            for kind, sizes in found.items()
+            if sizes or kind == "all_reduce"
+        }
 
     @property
     def _replicas(self):
@@ -412,7 +412,6 @@ def plan_sharding(
     """
     arguments.check_mesh(device_mesh)
     arguments.check_gather_outputs(gather_outputs)
-    arguments.warn_if_not_together(sequence_parallel, fully_shard)
     if isinstance(model_or_build_fn, Layer):
         graph = trace.trace(model_or_build_fn, input_spec)
     elif callable(model_or_build_fn):

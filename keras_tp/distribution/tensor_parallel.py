@@ -17,6 +17,7 @@ from keras_tp.distribution.distribution_lib import ModelParallel
 from keras_tp.distribution.layout_map import LARGE_VARIABLE_BYTES
 from keras_tp.distribution.layout_map import LayoutMap
 from keras_tp.distribution.layout_map import variable_bytes
+from keras_tp.distribution.planning import fully_sharded
 from keras_tp.distribution.planning import model_inputs
 from keras_tp.distribution.planning import planner
 from keras_tp.distribution.planning.model_inputs import NoPlanError
@@ -131,8 +132,13 @@ class TensorParallel(ModelParallel):
         self._planned = {}
         # Layer -> layout of its output, if it is gathered.
         self._gathered = weakref.WeakKeyDictionary()
-        axis = planner.model_axis(device_mesh)
-        if axis_size(device_mesh, axis) == 1:
+        axis, batch = planner.model_axis(device_mesh), self._batch_dim_name
+        shards_fully = self._options["fully_shard"] or any(
+            fully_sharded.is_split(row, batch)
+            for row in (() if plan is None else plan.variables)
+        )
+        size = axis_size(device_mesh, batch) if shards_fully else 1
+        if size == axis_size(device_mesh, axis) == 1:
             warn_if_unsplit(device_mesh, [axis] if axis else [])
 
     num_model_replicas = Distribution.num_model_replicas

@@ -1,9 +1,10 @@
 """Variables that are split over the axis of the batch too: FSDP, or ZeRO-3.
 
 A compiled step gathers them over this axis where a layer reads them, in the
-backward pass too, and splits their gradients (Rajbhandari et al. 2020). GSPMD alone may split activations
-along another dim than the batch instead: it then exchanges activations, and an
-attention kernel of a GPU refuses queries and keys that are not split alike.
+backward pass too, and splits their gradients (Rajbhandari et al. 2020). GSPMD
+alone may split activations along another dim than the batch instead: it then
+exchanges activations, and an attention kernel of a GPU refuses queries and keys
+that are not split alike.
 """
 
 import contextlib
@@ -102,4 +103,3 @@ def _backward(before, after, _, gradient):
 
 
 _gather.defvjp(_forward, _backward)
-

@@ -57,7 +57,6 @@ class Kernel(collections.namedtuple("Kernel", "tensor axes layout size")):
                 part = in_shard_map.all_gather(part, axis, dim)
         return part
 
-
     def mapped(self, function, in_specs, out_specs):
         """Wraps a function of the shards of an activation and the kernel.
 

@@ -123,15 +123,6 @@ def splits_unevenly():
     return False
 
 
-def gathers_kernels():
-    """Returns whether a step gathers fully sharded kernels before it uses them.
-
-    If not, sequence parallelism does not reach products with such kernels.
-    """
-    # DTensor chooses what it gathers for a product.
-    return False
-
-
 def distribute_tensor(tensor, layout):
     """Changes the layout of a tensor, eagerly or while tracing.
 

@@ -22,6 +22,7 @@ from keras_tp.backend.hooks import around
 from keras_tp.backend.tensorflow import batches
 from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import errors
+from keras_tp.backend.tensorflow import fully_sharded
 from keras_tp.backend.tensorflow import functions
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
@@ -326,8 +327,9 @@ def hook_apply(original, self, grads, trainable_variables=None):
     mesh = self._iterations._value.layout.mesh
     if not placement.is_outermost():
         grads = [_dense(gradient) for gradient in grads]
-        return original(self, grads, trainable_variables)
-    with placement.on_mesh(mesh):
+        with fully_sharded.as_it_is():
+            return original(self, grads, trainable_variables)
+    with placement.on_mesh(mesh), fully_sharded.as_it_is():
         grads = [
             boundary.place_batch(_dense_on_host(gradient), mesh, None)
             for gradient in grads

@@ -11,6 +11,7 @@ from tensorflow.experimental import dtensor
 
 from keras_tp.backend.hooks import around
 from keras_tp.backend.tensorflow import boundary
+from keras_tp.backend.tensorflow import fully_sharded
 from keras_tp.backend.tensorflow import functions
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
@@ -41,7 +42,10 @@ class ShardedVariable(dtensor.DVariable):
 
     def value(self):
         value = super().value()
-        return boundary.leave_mesh(value) if _is_read_whole() else value
+        if _is_read_whole():
+            return boundary.leave_mesh(value)
+        layout = fully_sharded.gathered_layout(self.layout)
+        return value if layout is None else dtensor.relayout(value, layout)
 
     def assign(self, value, *args, **kwargs):
         with dtensor.default_mesh(self.layout.mesh):

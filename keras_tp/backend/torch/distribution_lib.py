@@ -110,14 +110,6 @@ def splits_in_blocks():
     return True
 
 
-def gathers_kernels():
-    """Returns whether a step gathers fully sharded kernels before it uses them.
-
-    If not, sequence parallelism does not reach products with such kernels.
-    """
-    return True
-
-
 def distribute_tensor(tensor, layout):
     """Changes the layout of a tensor; a plain one is equal in all processes."""
     placed = placement.as_placement(layout)

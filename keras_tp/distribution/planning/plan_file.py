@@ -16,7 +16,7 @@ DIGEST = "sha256"
 # A field that only some plans have.
 _GATHERS = "gathers"
 # Fields that only some rows have, which are then true.
-_OPTIONAL = ("sequence_parallel", "scattered")
+_OPTIONAL = ("sequence_parallel", "gathered_again", "scattered")
 _MOST_DEVICES = 2**20
 # Largest exponent of the batch or the sequence length in a size.
 _MOST_POWER = 16
@@ -222,9 +222,10 @@ def _check_variable(where, row, sizes):
         row,
         *("path", "shape", "dtype", "trainable", "axes", "blocks", "why"),
         "obstacles",
-        optional=["sequence_parallel"],
+        optional=["sequence_parallel", "gathered_again"],
     )
     _check_optional(where, row, "sequence_parallel")
+    _check_optional(where, row, "gathered_again")
     shape, axes, obstacles = row["shape"], row["axes"], row["obstacles"]
 
     def need(is_right, name, what):

@@ -17,8 +17,8 @@ class PlannedVariable(
     collections.namedtuple(
         "PlannedVariable",
         "path shape dtype trainable axes blocks why obstacles "
-        "sequence_parallel",
-        defaults=[False],
+        "sequence_parallel gathered_again",
+        defaults=[False, False],
     )
 ):
     """One row of a `ShardingPlan`.
@@ -37,6 +37,8 @@ class PlannedVariable(
             split it, or an empty string.
         sequence_parallel: Boolean. Whether activations around it are split
             along the sequence. Defaults to `False`.
+        gathered_again: Boolean. Whether it is fully sharded, and the backward
+            pass gathers it again. Defaults to `False`.
     """
 
     def layout(self, device_mesh, axis):

@@ -5,6 +5,7 @@ import re
 import warnings
 
 from keras_tp.distribution.planning import cost
+from keras_tp.distribution.planning import fully_sharded
 from keras_tp.distribution.planning import rules_math  # noqa: F401
 from keras_tp.distribution.planning import rules_nn  # noqa: F401
 from keras_tp.distribution.planning import rules_shape  # noqa: F401
@@ -74,6 +75,14 @@ def plan_graph(
                 row
                 if row.path in overridden
                 else _fully_sharded(row, fully_shard, device_mesh)
+                for row in rows
+            ]
+            again = fully_sharded.gathered_again(graph)
+            rows = [
+                row._replace(
+                    gathered_again=row.path in again
+                    and fully_sharded.is_split(row, fully_shard)
+                )
                 for row in rows
             ]
         return solution, rows

@@ -160,7 +160,7 @@ def _copies(x, layout):
     All products of one input share the copies: one all-gather. The gradient is
     one reduce-scatter, or an all-reduce if the input is whole.
     """
-    axis = next(axis for axis in layout.axes if axis is not None)
+    axis = sequence_parallel.axis_of(layout, x.shape)
     kept = getattr(x, "_sequence_copies", {}).get(axis)
     if kept is not None and _is_recorded_like(kept, x):
         return kept
@@ -214,8 +214,15 @@ def _flagged(x):
         layout = getattr(_captured(op.inputs[0]), "_tensor_layout", None)
         if not getattr(layout, "sequence_parallel", False):
             return None
-        dims = [i for i, a in enumerate(layout.axes) if a is not None]
-        return (layout, dims[0]) if len(dims) == 1 else None
+        # A `ShardedVariable` is gathered over the axis of the batch.
+        axis = sequence_parallel.axis_of(layout, (0, 0, 0))
+        if axis is None or {*layout.axes} - {
+            None,
+            axis,
+            placement.batch_axis(),
+        }:
+            return None
+        return layout, layout.axes.index(axis)
     for source in op.inputs:
         if op.type in _ELEMENTWISE and source.shape != x.shape:
             continue
@@ -234,7 +241,9 @@ def _flagged(x):
 
 
 def _is_view(op):
-    return op.type in (*_ELEMENTWISE, "ExpandDims", "Reshape", "Transpose")
+    # A relayout gathers what is fully sharded.
+    views = ("ExpandDims", "Relayout", "Reshape", "Transpose")
+    return op.type in (*_ELEMENTWISE, *views)
 
 
 def _captured(inner):

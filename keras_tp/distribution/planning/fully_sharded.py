@@ -1,0 +1,68 @@
+"""Predicts what a fully sharded plan communicates: FSDP, or ZeRO-3.
+
+A training step gathers each variable over the axis of the batch where it is
+used, and reduce-scatters its gradient. The kernel of a product is gathered
+again in the backward pass (Rajbhandari et al. 2020, arXiv 1910.02054, section
+7.2.2), because the gradient of the product's input needs it.
+"""
+
+from keras_tp.distribution.tensor_layout import axis_size
+
+# The operations whose kernel is gathered again.
+_PRODUCTS = ("Einsum", "Matmul")
+
+
+def gathered_again(graph):
+    """Returns the paths of variables that the backward pass gathers again.
+
+    Args:
+        graph: `Graph`.
+    """
+    variables = {v.index: v.path for v in graph.variables}
+    has_gradient = {v.index for v in graph.variables if v.trainable}
+    found = set()
+    for step in graph.steps:
+        indices = [value.index for value in step.inputs]
+        if step.kind == "Transpose" and indices[0] in variables:
+            # A tied head multiplies by the transpose of the table.
+            variables[step.outputs[0].index] = variables[indices[0]]
+        elif step.kind in _PRODUCTS:
+            for index in indices:
+                others = [other for other in indices if other != index]
+                if index in variables and has_gradient.intersection(others):
+                    found.add(variables[index])
+        used = {*indices, *(value.index for value in step.variables)}
+        if has_gradient & used:
+            has_gradient.update(value.index for value in step.outputs)
+    return found
+
+
+def is_split(row, axis):
+    """Returns whether a `PlannedVariable` is split over a mesh axis."""
+    return any(
+        axis in (axes if isinstance(axes, tuple) else (axes,))
+        for axes in row.axes
+    )
+
+
+def collectives(plan, axis):
+    """Returns the collectives of variables and gradients in a training step.
+
+    Args:
+        plan: `ShardingPlan`.
+        axis: String, the mesh axis of the batch, or `None`.
+
+    Returns:
+        Dict of a collective's name to a list of the bytes of its results on
+        one device.
+    """
+    found = {"all_reduce": [], "all_gather": [], "reduce_scatter": []}
+    count = axis_size(plan.device_mesh, axis)
+    for row in plan.variables if count > 1 else ():
+        size, kind = plan.device_bytes(row), "all_reduce"
+        if is_split(row, axis):
+            kind = "reduce_scatter"
+            found["all_gather"] += [size * count] * (1 + row.gathered_again)
+        if row.trainable:
+            found[kind].append(size)
+    return found
