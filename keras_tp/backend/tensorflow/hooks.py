@@ -1,6 +1,6 @@
 """The hook table of the TensorFlow backend."""
 
-from keras_tp.backend import rematerialization
+from keras_tp.backend import rematerialization as remat
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.processes import callbacks
 from keras_tp.backend.processes import data_shards
@@ -10,6 +10,7 @@ from keras_tp.backend.tensorflow import errors
 from keras_tp.backend.tensorflow import functions
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
+from keras_tp.backend.tensorflow import rematerialization
 from keras_tp.backend.tensorflow import training
 from keras_tp.backend.tensorflow import variables
 from keras_tp.backend.tensorflow.ops import table
@@ -158,7 +159,7 @@ TABLE = [
         training.hook_resolve_auto_jit_compile,
         "a step on a mesh is compiled with XLA only on request",
     ),
-    rematerialization.row("tensorflow"),
+    remat.row("tensorflow", rematerialization.keeping),
     Hook(
         "keras.src.layers.layer:Layer",
         "__call__",

@@ -20,8 +20,9 @@ def argmax(original, input, axis=None, output_type=tf.int64, name=None):
     x = tf.convert_to_tensor(input)
     axis = tf.get_static_value(0 if axis is None else axis)
     size = None if axis is None or not len(x.shape) else x.shape[int(axis)]
-    if not size:
-        return original(input, axis, output_type, name)
+    can_reduce = x.dtype.is_floating or x.dtype in (tf.int32, tf.int64)
+    if not size or not can_reduce:
+        return original(x, axis, output_type, name)
     axis = int(axis) % len(x.shape)
     largest = tf.reduce_max(x, axis, keepdims=True)
     after = [1] * (len(x.shape) - axis - 1)
@@ -35,6 +36,8 @@ def argmin(original, input, axis=None, output_type=tf.int64, name=None):
     x = tf.convert_to_tensor(input)
     if x.dtype.is_floating:
         opposite = -x
+    elif x.dtype.is_bool:
+        opposite = tf.logical_not(x)
     elif x.dtype.is_unsigned:
         opposite = x.dtype.max - x
     else:

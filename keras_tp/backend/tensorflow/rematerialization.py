@@ -1,0 +1,66 @@
+"""Rematerialization that gathers no gradient.
+
+TensorFlow's `tf.recompute_grad` makes the second forward pass wait for the
+gradient by one number of it. DTensor gathers a split gradient for that.
+"""
+
+import functools
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+from keras_tp.backend.tensorflow import placement
+
+
+def keeping(f, plain):
+    """See `backend.rematerialization.row`."""
+
+    @functools.wraps(plain)
+    def remat(*args, **kwargs):
+        if tf.executing_eagerly():
+            return plain(*args, **kwargs)
+        return _recomputed(f, kwargs)(*args)
+
+    return remat
+
+
+def _recomputed(f, kwargs):
+    """Returns a function of `args` that its gradient computes again."""
+
+    @placement.custom_gradient
+    def forward(*args):
+        with record.stop_recording():
+            result = f(*args, **kwargs)
+
+        def gradient(*upstream, variables=None):
+            variables = list(variables or ())
+            with tf.GradientTape() as tape:
+                again = [_after(x, upstream) for x in args]
+                tape.watch([*again, *variables])
+                result = f(*again, **kwargs)
+            found = tape.gradient(
+                tf.nest.flatten(result),
+                [*again, *variables],
+                output_gradients=list(upstream),
+                unconnected_gradients=tf.UnconnectedGradients.ZERO,
+            )
+            of_args, of_variables = found[: len(args)], found[len(args) :]
+            return (of_args, of_variables) if variables else of_args
+
+        return result, gradient
+
+    return forward
+
+
+def _after(x, upstream):
+    """Returns `x`, which waits for a gradient.
+
+    Without a new value, TensorFlow could take the results of the forward pass.
+    A gradient of the same shape is most often split like `x`.
+    """
+    if not x.dtype.is_floating:
+        return tf.identity(x)
+    alike = [dy for dy in upstream if dy.shape == x.shape]
+    dy = alike[0] if alike else tf.reduce_max(upstream[0])
+    zero, nan = (tf.constant(value, x.dtype) for value in (0, float("nan")))
+    return x + tf.where(dy == dy, zero, nan)
