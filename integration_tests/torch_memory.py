@@ -1,6 +1,10 @@
 """Builds a large model in every process and writes what memory that took.
 
     python -m keras_tp.launch --devices 2 integration_tests/torch_memory.py OUT
+    python -m keras_tp.launch --devices 2 integration_tests/torch_memory.py \\
+        OUT fully_sharded
+
+The second one trains it, fully sharded.
 
 A script, because what other tests leave in a process would hide growth. Each
 process writes `OUT/<index>.json`, in bytes.
@@ -12,6 +16,7 @@ import pathlib
 import sys
 
 import keras
+import numpy as np
 from keras import layers
 
 from keras_tp import distribution as dist
@@ -20,6 +25,7 @@ from keras_tp import distribution as dist
 FEATURES = 2048
 HIDDEN = 4096
 PAIRS = 4
+BATCH = 8
 
 
 def status(name):
@@ -42,6 +48,31 @@ def build():
         )(x)
         x = layers.Dense(FEATURES, name=f"down_{index}")(x)
     return keras.Model(inputs, x)
+
+
+def train_fully_sharded(folder):
+    """Writes the peak of some steps, and what the plan says of them."""
+    mesh = dist.DeviceMesh((dist.get_device_count(), 1), ["batch", "model"])
+    plan = dist.plan_sharding(build, mesh, fully_shard=True)
+    with dist.TensorParallel(mesh, fully_shard=True).scope():
+        # Loads what the first step of a process loads.
+        small = keras.Sequential([keras.Input((8,)), layers.Dense(8)])
+    for model, size in ((small, 8), (None, FEATURES)):
+        x = np.ones((BATCH, size), "float32")
+        before = status("VmRSS")
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+        if model is None:
+            with plan.distribution().scope():
+                model = build()
+        model.compile(keras.optimizers.Adam(), "mse")
+        for _ in range(3):
+            model.train_on_batch(x, x)
+    found = {
+        "peak": status("VmHWM") - before,
+        "planned": plan.memory(BATCH, optimizer="adam"),
+    }
+    path = pathlib.Path(folder, f"{os.environ['RANK']}.json")
+    path.write_text(json.dumps(found))
 
 
 def main(folder):
@@ -94,4 +125,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    (main if len(sys.argv) == 2 else train_fully_sharded)(sys.argv[1])

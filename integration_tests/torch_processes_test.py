@@ -105,6 +105,24 @@ def test_memory_at_build(tmp_path):
         assert found["slots"]["peak"] <= 3.25 * share + found["largest"], found
 
 
+def test_memory_of_a_fully_sharded_training(tmp_path):
+    """A process holds its share, and one gathered kernel with its gradient."""
+    result = launch(
+        str(HERE / "torch_memory.py"),
+        str(tmp_path),
+        "fully_sharded",
+        MALLOC_MMAP_THRESHOLD_="65536",
+        MALLOC_TRIM_THRESHOLD_="65536",
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    for index in range(DEVICES):
+        found = json.loads((tmp_path / f"{index}.json").read_text())
+        planned = found["planned"]
+        assert planned["parameters"] >= 256 * 2**20 // DEVICES
+        assert planned["gathered"] == 64 * 2**20
+        assert found["peak"] == pytest.approx(planned["total"], rel=0.1), found
+
+
 SCRIPT = """
 import os, pathlib, sys, time
 import keras, numpy as np, torch

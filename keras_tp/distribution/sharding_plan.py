@@ -153,25 +153,28 @@ class ShardingPlan:
 
         Returns:
             Dict of `"parameters"`, `"gradients"`, `"slots"`, `"activations"`
-            and `"total"` to bytes.
+            and `"total"` to bytes. A fully sharded plan also has `"gathered"`:
+            the largest kernel and its gradient, while its layer is computed.
         """
         if optimizer not in cost.SLOTS:
             raise ValueError(
                 f"`optimizer` must be one of {sorted(cost.SLOTS)}. Received: "
                 f"optimizer={optimizer!r}"
             )
-        parameters = gradients = 0
-        for row in self.variables:
-            size = self.device_bytes(row, dtype)
-            parameters += size
-            gradients += size if row.trainable else 0
-        activations = self._sum(self.activations, batch_size, sequence_length)
+        sizes = {row: self.device_bytes(row, dtype) for row in self.variables}
+        gradients = sum(n for row, n in sizes.items() if row.trainable)
         found = {
-            "parameters": parameters,
+            "parameters": sum(sizes.values()),
             "gradients": gradients,
             "slots": gradients * cost.SLOTS[optimizer],
-            "activations": activations,
+            "activations": self._sum(
+                self.activations, batch_size, sequence_length
+            ),
         }
+        batch = planner.batch_axis(self.device_mesh)
+        gathered = fully_sharded.gathered_bytes(sizes, batch, self._replicas)
+        if gathered:
+            found["gathered"] = gathered
         return {**found, "total": sum(found.values())}
 
     def collectives(self, batch_size, sequence_length=None):

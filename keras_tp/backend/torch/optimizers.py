@@ -10,6 +10,9 @@ from torch.distributed.tensor import DTensor
 from keras_tp.backend.torch import local_tensors
 from keras_tp.backend.torch import placement
 
+# Bytes of the gradients that are updated together, if they are several.
+_MOST_TOGETHER = 16 * 2**20
+
 
 def update_shards(original):
     """Wraps `TorchParallelOptimizer._backend_update_step`.
@@ -48,9 +51,32 @@ def update_shards(original):
             _as_parts(self.variables, [_placements(v) for v in self.variables]),
             _as_parts(trainable_variables, placements),
         ):
-            original(self, grads, trainable_variables, learning_rate)
+            for group in _groups(grads):
+                original(
+                    self,
+                    [grads[i] for i in group],
+                    [trainable_variables[i] for i in group],
+                    learning_rate,
+                )
 
     return _backend_update_step
+
+
+def _groups(grads):
+    """Returns lists of the positions of gradients that are updated together.
+
+    Keras computes an update of all variables at once, and keeps several tensors
+    of the size of all gradients meanwhile.
+    """
+    groups, size = [], 0
+    for position, gradient in enumerate(grads):
+        nbytes = gradient.numel() * gradient.itemsize
+        if not groups or size + nbytes > _MOST_TOGETHER:
+            groups.append([])
+            size = 0
+        groups[-1].append(position)
+        size += nbytes
+    return groups
 
 
 def _alike(optimizer):

@@ -45,6 +45,28 @@ def is_split(row, axis):
     )
 
 
+def gathered_bytes(sizes, axis, count):
+    """Returns the most bytes that a device holds of a gathered variable.
+
+    A trainable one has a gradient of that size, before the reduce-scatter.
+
+    Args:
+        sizes: Dict of `PlannedVariable` to its bytes on one device.
+        axis: String, the mesh axis of the batch, or `None`.
+        count: Int, its size.
+    """
+    if count == 1:
+        return 0
+    return max(
+        (
+            size * count * (1 + row.trainable)
+            for row, size in sizes.items()
+            if is_split(row, axis)
+        ),
+        default=0,
+    )
+
+
 def collectives(plan, axis):
     """Returns the collectives of variables and gradients in a training step.
 
