@@ -87,6 +87,8 @@ SLOW_ON = {
         *VERIFIED,
         r"benchmark_test\.py::test_plan_survey\[some",
         r"readme_test\.py::test_snippet_runs\[(plans-1|layouts-0)",
+        # JAX trains the same example, and TensorFlow with two processes.
+        r"train_lm_test\.py::test_losses_are_those_of_one_device",
     ),
     "tensorflow": (
         # The launcher prints the same on each backend.
@@ -104,6 +106,10 @@ SLOW_ON = {
         # Slots of three kinds stay; so does a mesh of 2.
         r"sharded_model_test\.py::test_slots_of_every_kind.*\[<lambda>",
         r"tensor_parallel_keras_test\.py::test_training_goes_on.*\[opt-4\]",
+        # Whole blocks are counted in `sequence_parallel_test.py` too.
+        r"ops/sequence_test\.py::test_collectives_of_two_blocks\[shape[01]\]",
+        r"tensor_parallel_keras_test\.py::test_its_file.*\[opt\]",
+        r"ops/conv_test\.py::test_split_kernels\[conv2d_strides\]",
         # A separable convolution of images is shown.
         r"ops/conv_test\.py::test_split_kernels\[separable_conv1d\]",
         r"ops/table_test\.py::.*cell.*\[stacked_gru-kernel\]",
