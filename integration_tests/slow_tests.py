@@ -76,6 +76,8 @@ SLOW_ON = {
         r"output_test\.py::.*(speak_if_asked|all_errors|abort-13)",
         # Another host is lost in `kill_step`, too.
         r"processes_test\.py::.*on_another_host\[kill_saving1\]",
+        # Shown on torch.
+        r"collective_calls_test\.py::.*\[(count_collectives|verify)",
         # It is shown on TensorFlow; `kill_saving0` and `kill_step` here.
         r"processes_test\.py::test_an_error_ends.*\[kill_saving1\]",
     ),
