@@ -1,7 +1,7 @@
 """Logits of a split vocabulary are never gathered, for losses, metrics, draws.
 
-The numbers are those of one device. What is communicated has the size of a
-batch of sequences, not of its logits.
+Losses, metrics and results are equal to those of one device. A step sends a few
+numbers for each token, not its logits.
 """
 
 import functools
@@ -143,7 +143,7 @@ def test_losses_and_metrics(shape, name):
             np.testing.assert_allclose(split[key], one[key], 1e-5, err_msg=key)
     for one, split in zip(weights, split_weights):
         np.testing.assert_allclose(split, one, rtol=1e-5, atol=1e-6)
-    # A gather of candidates has those of all devices, with their indices.
+    # Candidates of all devices are gathered: values and indices.
     candidates = K * shape[1] * 12
     gradients = 0
     if shape[0] > 1:

@@ -51,11 +51,11 @@ def build():
 
 
 def train_fully_sharded(folder):
-    """Writes the peak of some steps, and what the plan says of them."""
+    """Writes the peak memory of three steps, and the plan's prediction."""
     mesh = dist.DeviceMesh((dist.get_device_count(), 1), ["batch", "model"])
     plan = dist.plan_sharding(build, mesh, fully_shard=True)
     with dist.TensorParallel(mesh, fully_shard=True).scope():
-        # Loads what the first step of a process loads.
+        # The first step of a process loads libraries.
         small = keras.Sequential([keras.Input((8,)), layers.Dense(8)])
     for model, size in ((small, 8), (None, FEATURES)):
         x = np.ones((BATCH, size), "float32")

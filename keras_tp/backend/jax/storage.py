@@ -93,9 +93,9 @@ def from_stored(value, shape):
 def product(multiply, kernel):
     """Returns a product; the backward pass gathers its kernel again.
 
-    JAX would keep what the forward pass gathers of a fully sharded kernel: a
-    device would hold the gathered kernels of all layers. XLA gathers as many of
-    them early as the memory of a device allows.
+    Otherwise JAX keeps each gathered kernel from the forward pass, and a device
+    holds the gathered kernels of all layers. XLA decides how early it gathers a
+    kernel, and considers the memory of the device.
 
     Args:
         multiply: Function of the kernel.

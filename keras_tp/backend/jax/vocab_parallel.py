@@ -12,8 +12,8 @@ from keras.src.distribution.distribution_lib import distribution
 def top_k(original, x, k, sorted=True):
     """Finds the candidates of each device's part, then the best of them.
 
-    XLA would gather the values. The result is that of the whole: of equal
-    values, the first come first in both steps.
+    XLA alone gathers all values. Equal values keep their order in both steps,
+    so the result is equal to that of a `top_k` of all values.
     """
     x = core.convert_to_tensor(x)
     mesh, batch, axes, parts = _split()

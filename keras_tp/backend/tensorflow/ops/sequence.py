@@ -241,7 +241,7 @@ def _flagged(x):
 
 
 def _is_view(op):
-    # A relayout gathers what is fully sharded.
+    # A relayout gathers a fully sharded variable.
     views = ("ExpandDims", "Relayout", "Reshape", "Transpose")
     return op.type in (*_ELEMENTWISE, *views)
 

@@ -82,8 +82,8 @@ def top_k(original, input, k=1, sorted=True, index_type=tf.int32, name=None):
 def _from_parts(largest, x, k):
     """Finds the candidates of each device's part, then the best of them.
 
-    The same values and indices as those of the whole: of equal values, the
-    first come first in both steps.
+    Equal values keep their order in both steps, so the result is equal to that
+    of a `top_k` of all values.
 
     Args:
         largest: Function of a tensor and `k`; returns values and indices.
@@ -110,10 +110,10 @@ def _from_parts(largest, x, k):
 
 
 def in_top_k(original, targets, predictions, k, name=None):
-    """Counts the classes with larger predictions than that of the target.
+    """Counts the classes whose prediction is larger than the target's.
 
-    Like TensorFlow, says no for a row with a prediction that is not finite, and
-    for a target that is not a class.
+    As in TensorFlow, the result is `False` for a row with a prediction that is
+    not finite, and for a target that is not a class.
     """
     x = tf.convert_to_tensor(predictions)
     targets = tf.convert_to_tensor(targets)
