@@ -1,9 +1,30 @@
 """Fully sharded variables: which mesh axis they are gathered over."""
 
+import contextlib
+import threading
+
 from keras.src.distribution.distribution_lib import distribution
 
 # The names of axes that split batches and nothing else.
 _BATCH_AXES = ("batch", "data")
+
+
+class _State(threading.local):
+    # Whether values stay as they are.
+    off = False
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def as_it_is():
+    """Context in which values are not gathered, as for an optimizer."""
+    before, _state.off = _state.off, True
+    try:
+        yield
+    finally:
+        _state.off = before
 
 
 def batch_axis(is_alone):
@@ -18,7 +39,9 @@ def batch_axis(is_alone):
             mesh has no other.
 
     Returns:
-        String, or `None`.
+        String, or `None`: there is none, or values stay as they are.
     """
+    if _state.off:
+        return None
     axis = getattr(distribution(), "batch_dim_name", None)
     return None if is_alone and axis not in _BATCH_AXES else axis

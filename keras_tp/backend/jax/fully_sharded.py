@@ -7,33 +7,13 @@ exchanges activations, and an attention kernel of a GPU refuses queries and keys
 that are not split alike.
 """
 
-import contextlib
 import functools
-import threading
 
 import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
 from keras_tp.backend.fully_sharded import batch_axis
-
-
-class _State(threading.local):
-    # Whether values stay as they are.
-    off = False
-
-
-_state = _State()
-
-
-@contextlib.contextmanager
-def as_it_is():
-    """Context in which values are not gathered, as for an optimizer."""
-    before, _state.off = _state.off, True
-    try:
-        yield
-    finally:
-        _state.off = before
 
 
 def gathered(variable, value):
@@ -70,7 +50,7 @@ def _sharding(mesh, names):
 
 def is_gathered(variable):
     """Returns whether a compiled step gathers a variable."""
-    return not _state.off and _gathered_axis(variable)[0] is not None
+    return _gathered_axis(variable)[0] is not None
 
 
 def _gathered_axis(variable):

@@ -22,7 +22,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.jax import core
 from keras.src.distribution.distribution_lib import distribution
 
-from keras_tp.backend.jax import fully_sharded
+from keras_tp.backend.fully_sharded import as_it_is
 from keras_tp.backend.jax import in_shard_map
 from keras_tp.backend.jax import rematerialization
 from keras_tp.backend.jax import storage
@@ -84,7 +84,7 @@ def kernel_of(operand):
     # Layouts of Keras have no such attribute.
     if not getattr(layout, "sequence_parallel", False):
         return None
-    with storage.stored(), fully_sharded.as_it_is():
+    with storage.stored(), as_it_is():
         tensor = core.convert_to_tensor(operand)
     kernel = Kernel(tensor, layout.stored_axes, layout, None)
     is_padded = tensor.ndim == len(operand.shape) and kernel.dim is not None

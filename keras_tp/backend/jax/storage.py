@@ -23,6 +23,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.jax import core
 from keras.src.random.seed_generator import SeedGenerator
 
+from keras_tp.backend.fully_sharded import as_it_is
 from keras_tp.backend.hooks import around
 from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import fully_sharded
@@ -108,7 +109,7 @@ def product(multiply, kernel):
         variable, transpose = source, jnp.transpose
     if not in_stateless_scope() or not fully_sharded.is_gathered(variable):
         return multiply(kernel)
-    with stored(), fully_sharded.as_it_is():
+    with stored(), as_it_is():
         part = core.convert_to_tensor(variable)
     if not isinstance(part, jax.core.Tracer):
         return multiply(kernel)
@@ -290,7 +291,7 @@ def hook_apply_gradients(original, self, grads, trainable_variables):
         else from_stored(g, v.shape)
         for g, v in zip(grads, trainable_variables)
     ]
-    with fully_sharded.as_it_is():
+    with as_it_is():
         if not by_element:
             return original(self, grads, trainable_variables)
         with stored(padded=False):

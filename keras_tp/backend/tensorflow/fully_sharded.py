@@ -5,31 +5,10 @@ their gradients (Rajbhandari et al. 2020). DTensor alone may split activations
 along another dim than the batch instead, or fails.
 """
 
-import contextlib
-import threading
-
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.fully_sharded import batch_axis
-
-
-class _State(threading.local):
-    # Whether values stay as they are.
-    off = False
-
-
-_state = _State()
-
-
-@contextlib.contextmanager
-def as_it_is():
-    """Context in which values are not gathered, as for an optimizer."""
-    before, _state.off = _state.off, True
-    try:
-        yield
-    finally:
-        _state.off = before
 
 
 def gathered_layout(layout):
@@ -39,7 +18,7 @@ def gathered_layout(layout):
     """
     specs = layout.sharding_specs
     axis = batch_axis(sum(name != dtensor.UNSHARDED for name in specs) == 1)
-    if _state.off or tf.executing_eagerly() or axis not in specs:
+    if tf.executing_eagerly() or axis not in specs:
         return None
     rest = [dtensor.UNSHARDED if name == axis else name for name in specs]
     return dtensor.Layout(rest, layout.mesh)

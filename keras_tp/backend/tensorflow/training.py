@@ -18,11 +18,11 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 from tensorflow.experimental import dtensor
 from tensorflow.python.eager import core
 
+from keras_tp.backend.fully_sharded import as_it_is
 from keras_tp.backend.hooks import around
 from keras_tp.backend.tensorflow import batches
 from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import errors
-from keras_tp.backend.tensorflow import fully_sharded
 from keras_tp.backend.tensorflow import functions
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
@@ -327,9 +327,9 @@ def hook_apply(original, self, grads, trainable_variables=None):
     mesh = self._iterations._value.layout.mesh
     if not placement.is_outermost():
         grads = [_dense(gradient) for gradient in grads]
-        with fully_sharded.as_it_is():
+        with as_it_is():
             return original(self, grads, trainable_variables)
-    with placement.on_mesh(mesh), fully_sharded.as_it_is():
+    with placement.on_mesh(mesh), as_it_is():
         grads = [
             boundary.place_batch(_dense_on_host(gradient), mesh, None)
             for gradient in grads
