@@ -281,7 +281,7 @@ def topk(op, args, kwargs):
 
 
 def multinomial(op, args, kwargs):
-    """Draws classes of split probabilities, those of one device.
+    """Draws classes of split probabilities; the same as on one device.
 
     torch draws one class, or different ones, as the largest of the
     probabilities divided by exponential noise. Each process draws all of the
