@@ -152,6 +152,18 @@ def test_predictions_and_another_batch_size():
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
+@harness.shapes((2, 2))
+def test_a_batch_that_the_replicas_do_not_divide(shape):
+    args = blocks, TARGETS[:3], TOKENS[:3]
+    model, expected = train(*args)
+    outputs = model.predict(TOKENS[:3], verbose=0)
+    with parallel(shape, fully_shard=True).scope():
+        model, losses = train(*args)
+        found = model.predict(TOKENS[:3], verbose=0)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(found, outputs, rtol=0, atol=1e-5)
+
+
 def test_a_plan_is_read_from_a_file(tmp_path):
     mesh = harness.mesh(harness.fitted((1, 4)))
     plan = distribution.plan_sharding(blocks, mesh, sequence_parallel=True)

@@ -47,6 +47,20 @@ class Kernel(collections.namedtuple("Kernel", "tensor axes layout size")):
         axis = axis_of(self.layout, (0, 0, 0))
         return self.axes.index(axis) if axis in self.axes else None
 
+    def beside(self, batch):
+        """Returns the kernel for a batch that this mesh axis splits.
+
+        Without such an axis, XLA gathers the kernel before the product, because
+        every device has the whole batch, and so the same result.
+
+        Args:
+            batch: String, or `None`.
+        """
+        if batch is not None:
+            return self
+        kept = [a if d == self.dim else None for d, a in enumerate(self.axes)]
+        return self._replace(axes=tuple(kept))
+
     def over_batch(self, part):
         """Gathers a part of the tensor over all axes but the model axis.
 
@@ -151,6 +165,7 @@ def _column(x, kernel, multiply, dims, split):
         return None
     mesh = kernel.layout.device_mesh.backend_mesh
     batch = _batch_axis(mesh, x.shape[0], axis)
+    kernel = kernel.beside(batch)
     result = kernel.mapped(
         lambda whole, w: multiply(whole[0], kernel.over_batch(w)),
         (PartitionSpec(axis, batch), PartitionSpec(*kernel.axes)),
@@ -171,6 +186,7 @@ def _row(x, kernel, multiply, dims, split):
         return None
     mesh = kernel.layout.device_mesh.backend_mesh
     batch = _batch_axis(mesh, x.shape[0], axis)
+    kernel = kernel.beside(batch)
     return kernel.mapped(
         lambda part, w: in_shard_map.reduce_scatter(
             multiply(part, kernel.over_batch(w)), axis, SEQUENCE
@@ -204,6 +220,7 @@ def lookup(table, indices):
         return None
     mesh = table.layout.device_mesh.backend_mesh
     batch = _batch_axis(mesh, indices.shape[0], axis)
+    table = table.beside(batch)
     count = table.size or table.tensor.shape[0]
     # As in `jnp.take`, here and below.
     indices = jnp.where(indices < 0, indices + count, indices)
