@@ -41,9 +41,9 @@ def causal_lm(name, **config):
     backbone = getattr(keras_hub.models, f"{name}Backbone")
     task = getattr(keras_hub.models, f"{name}CausalLM")
 
-    def build(depth):
+    def build(depth, dtype=DTYPE):
         return task(
-            backbone=backbone(num_layers=depth, dtype=DTYPE, **config),
+            backbone=backbone(num_layers=depth, dtype=dtype, **config),
             preprocessor=None,
         )
 

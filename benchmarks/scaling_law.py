@@ -1,0 +1,101 @@
+"""The law of `scaling.py`: bytes, FLOPs and links give the time of a step.
+
+A step takes the seconds of its FLOPs at a share of the peak, and the seconds
+of its collectives in rings without latency. The devices of the model axis are
+neighbours, those of the data axis are as far apart as the model axis is long.
+"""
+
+# Of the FLOPs of a step; the forward pass has the other third.
+BACKWARD = 2 / 3
+
+
+def ring_speed(accelerator, count, stride):
+    """Returns the bytes per second that each device of a group sends.
+
+    A group inside of a node uses the links of the node. Between nodes, a group
+    has one ring for each of its members in a node, and each of these rings
+    goes through the port of another member, as those of NCCL do. So a device
+    sends as much as their ports together, and no more than its own links.
+
+    Args:
+        accelerator: `Accelerator`.
+        count: Int, the number of devices in the group.
+        stride: Int, how far its devices are apart.
+    """
+    inside = max(accelerator.node_size // stride, 1)
+    if count <= inside:
+        return accelerator.link_speed
+    return min(inside * accelerator.network_speed, accelerator.link_speed)
+
+
+def bytes_sent(accelerator, collectives, count):
+    """Returns the bytes that each device sends in rings.
+
+    Args:
+        accelerator: `Accelerator`; its links do not matter.
+        collectives: Dict of kind to `(number, bytes of the results)`.
+        count: Int, the number of devices in a group.
+    """
+    # At one byte per second, seconds are bytes.
+    slow = accelerator._replace(link_speed=1, node_size=count)
+    return sum(
+        slow.send_seconds(kind, nbytes, range(count))
+        for kind, (_, nbytes) in collectives.items()
+    )
+
+
+def train_flops(elements, tokens, layers, width, length):
+    """Returns the FLOPs of matmuls in a train step on all devices.
+
+    Each token multiplies each element of a kernel once in the forward pass and
+    twice in the backward pass. Attention multiplies queries by keys and
+    probabilities by values; a causal mask saves nothing (the count of PaLM,
+    Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+
+    Args:
+        elements: Int, the number of elements of all kernels of matmuls.
+        tokens: Int, tokens in the global batch.
+        layers: Int.
+        width: Int, the size of all heads of queries together.
+        length: Int, tokens of a sequence.
+    """
+    return (6 * elements + 12 * layers * width * length) * tokens
+
+
+def step(accelerator, mesh, collectives, flops, utilization, is_fully_sharded):
+    """Returns what a device sends in a step, and the seconds that it takes.
+
+    Collectives of the model axis are waited for. Those of the data axis are
+    waited for too in `"efficiency"`. In `"efficiency_hidden"` they run beside
+    the computations of the backward pass, and the first gathers of FSDP beside
+    those of the forward pass; a device waits only for what these are too short
+    for.
+
+    Args:
+        accelerator: `Accelerator`.
+        mesh: Pair of ints, the sizes of the data axis and the model axis.
+        collectives: Dict of `"data"` and `"model"` to a dict of kind to
+            `(number, bytes of the results)`, all of one device.
+        flops: Float, FLOPs of one device.
+        utilization: Float, the share of the peak that computations alone reach.
+        is_fully_sharded: Boolean.
+
+    Returns:
+        Dict of `"sent"`, the bytes of each axis; `"seconds"` of each axis and
+        of `"compute"`; and the two efficiencies: the share of the step in
+        which a device computes.
+    """
+    replicas, parts = mesh
+    compute = flops / utilization / accelerator.peak_flops("bf16")
+    sent, seconds = {}, {"compute": compute}
+    for axis, count, stride in ("model", parts, 1), ("data", replicas, parts):
+        sent[axis] = bytes_sent(accelerator, collectives[axis], count)
+        seconds[axis] = sent[axis] / ring_speed(accelerator, count, stride)
+    beside = compute if is_fully_sharded else BACKWARD * compute
+    waited = max(seconds["data"] - beside, 0)
+    return {
+        "sent": sent,
+        "seconds": seconds,
+        "efficiency": compute / sum(seconds.values()),
+        "efficiency_hidden": compute / (compute + seconds["model"] + waited),
+    }
