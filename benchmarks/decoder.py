@@ -62,6 +62,7 @@ def build_model(options):
     model.compile(
         keras.optimizers.Adam(LEARNING_RATE),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=True if options.jit else "auto",
     )
     return model
 

@@ -3,6 +3,7 @@
 import decoder
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.parallel import PrepareModuleInput
@@ -114,26 +115,43 @@ def parallelize_plan(options):
 
 def make_optimizer(model):
     """Returns the optimizer, with torch's defaults where Keras's agree."""
+    parameters = list(model.parameters())
+    # On CUDA devices torch would update all at once, which it cannot do with
+    # the split and the whole parameters of `parallelize_module`.
+    split = any(isinstance(parameter, DTensor) for parameter in parameters)
     return torch.optim.Adam(
-        model.parameters(), decoder.LEARNING_RATE, eps=ADAM_EPSILON
+        parameters,
+        decoder.LEARNING_RATE,
+        eps=ADAM_EPSILON,
+        foreach=False if split else None,
     )
 
 
-def train_epoch(model, optimizer, x, y):
+def loss_of(model, options):
+    """Returns a function of tokens and targets to the loss, as it is run."""
+
+    def loss(tokens, targets):
+        logits = model(tokens)
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return torch.compile(loss) if options.jit else loss
+
+
+def train_epoch(loss_of, optimizer, x, y, device):
     """Trains one epoch as a loop of torch, and returns the mean loss.
 
     Args:
-        model: `Decoder`.
+        loss_of: What the function `loss_of` returned.
         optimizer: What `make_optimizer` returned.
-        x: Tensor of tokens.
-        y: Tensor of targets, int64.
+        x: Tensor of tokens, on the host.
+        y: Tensor of targets, int64, on the host.
+        device: String, the device of the model.
     """
     losses = []
     for tokens, targets in zip(
         x.split(decoder.BATCH_SIZE), y.split(decoder.BATCH_SIZE)
     ):
-        logits = model(tokens)
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = loss_of(tokens.to(device), targets.to(device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

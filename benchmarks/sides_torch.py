@@ -16,7 +16,9 @@ itself, as it would without us. This favours the sides that are not split where
 they are compared with split ones, not where they are compared with each other.
 A split side starts when all processes are there, and is timed on process 0.
 The model of torch runs torch's own defaults: an eager loop, no compilation,
-Adam as `torch.optim` chooses to run it.
+Adam as `torch.optim` chooses to run it. With `--jit` Keras's models have
+`jit_compile=True`, and the model of torch and its loss go through
+`torch.compile`. On a machine with a CUDA device there is one process.
 """
 
 import datetime
@@ -46,6 +48,7 @@ def make_sides(options):
     own = decoder.distribution_of(keras_tp.distribution, options)
     x, y = decoder.make_data(options)
     tokens, targets = torch.from_numpy(x), torch.from_numpy(y).long()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def enter_own():
         # Installs the hooks too.
@@ -62,13 +65,14 @@ def make_sides(options):
     model = decoder.build_model(options)
     natives = []
     for split in (True, False):
-        native = native_torch.Decoder(options)
+        native = native_torch.Decoder(options).to(device)
         native.copy_weights(model.get_weights())
         if split:
-            mesh = init_device_mesh("cpu", (options.devices,))
+            mesh = init_device_mesh(device, (options.devices,))
             plan = native_torch.parallelize_plan(options)
             parallelize_module(native, mesh, plan)
-        natives.append((native, native_torch.make_optimizer(native)))
+        optimizer = native_torch.make_optimizer(native)
+        natives.append((native_torch.loss_of(native, options), optimizer))
 
     def in_all_processes(enter, train):
         def turn():
@@ -95,7 +99,9 @@ def make_sides(options):
         return turn
 
     def train_native(index):
-        return native_torch.train_epoch(*natives[index], tokens, targets)
+        return native_torch.train_epoch(
+            *natives[index], tokens, targets, device
+        )
 
     return {
         "keras_tp": in_all_processes(

@@ -42,6 +42,7 @@ def parse_options():
     add("--layers", type=int, default=2)
     add("--steps", type=int, default=20, help="train steps in a turn")
     add("--rounds", type=int, default=20, help="turns of each")
+    add("--jit", action="store_true", help="torch: compile the steps")
     add("--json", metavar="FILE", help="where to write all times")
     add("--launched", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -50,6 +51,8 @@ def parse_options():
     for name in ("devices", "hidden", "layers", "steps", "rounds"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
+    if options.jit and options.backend != "torch":
+        parser.error("--jit is for torch; the others always compile")
     if options.hidden % (HEAD_SIZE * options.devices):
         parser.error(
             f"--hidden must be a multiple of {HEAD_SIZE} x --devices: each "
@@ -132,7 +135,8 @@ def report(options, times, work):
         work: The same for the seconds of processors.
     """
     print(
-        f"Train step, {options.backend}, {options.devices} devices, "
+        f"Train step, {options.backend}{' compiled' * options.jit}, "
+        f"{options.devices} devices, "
         f"{options.layers} layers of {options.hidden}, "
         f"{options.rounds} turns of {options.steps} steps"
     )

@@ -7,6 +7,7 @@ it takes least, and that of some on the other backends.
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -64,6 +65,19 @@ def test_step_time(tmp_path):
         assert low <= found["ratio"] <= high
         # Process 0 alone prints.
         assert output.count(f"{name}: ratio of medians") == 1
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi"), reason="there is a GPU")
+def test_the_gpu_script_without_a_gpu(tmp_path):
+    done = subprocess.run(
+        ["bash", "shell/gpu.sh", str(tmp_path / "figures")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "No CUDA device is here" in done.stdout
+    assert not (tmp_path / "figures").exists()
 
 
 def test_plan_large():
