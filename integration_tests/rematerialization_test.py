@@ -152,6 +152,36 @@ def test_it_computes_again(scope):
     assert len(calls) == 1 if scope is None else len(calls) > 1
 
 
+def test_it_computes_to_the_end():
+    """An error that stops it holds tensors, as Keras's tracebacks do."""
+    if keras.config.backend() != "torch":
+        pytest.skip("other backends trace it once")
+    ends = []
+
+    class Ending(keras.layers.Layer):
+        def call(self, x):
+            def run(x):
+                # The gradient needs no result of the last operation.
+                x = keras.ops.gelu(x) + 1.0
+                ends.append(None)
+                return x
+
+            return keras.remat(run)(x)
+
+    def build():
+        inputs = keras.Input(X.shape[1:])
+        x = keras.layers.Dense(2 * WIDTH, name="up")(inputs)
+        outputs = keras.layers.Dense(WIDTH, name="down")(Ending()(x))
+        return keras.Model(inputs, outputs)
+
+    mesh = harness.mesh(harness.fitted((1, 2)))
+    with distribution.TensorParallel(mesh, strict=False).scope():
+        model, x, _ = train(build)
+        ends.clear()
+        model.train_on_batch(x, X)
+    assert len(ends) == 2
+
+
 def test_it_is_not_compiled():
     if keras.config.backend() != "torch":
         pytest.skip("torch's compiler loses gradients of split variables")

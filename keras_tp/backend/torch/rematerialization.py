@@ -32,6 +32,9 @@ def keeping(f, plain):
             *args,
             use_reentrant=False,
             context_fn=_contexts,
+            # It stops by an error, which Keras's tracebacks catch. They hold
+            # what was computed again until Python collects garbage.
+            early_stop=False,
             **kwargs,
         )
 
