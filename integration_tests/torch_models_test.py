@@ -289,6 +289,29 @@ def test_jit_compile_of_a_model_that_is_not_built():
         np.testing.assert_allclose(train(jit_compile=True), expected, rtol=1e-5)
 
 
+def test_jit_compile_does_not_break_the_graph_at_attention():
+    def train(**arguments):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((6, FEATURES))
+        y = keras.layers.MultiHeadAttention(4, 2)(inputs, inputs)
+        model = keras.Model(inputs, keras.layers.Dense(3)(inputs + y))
+        model.compile(keras.optimizers.SGD(0.1), "mse", **arguments)
+        x, y = np.ones((8, 6, FEATURES)), np.ones((8, 6, 3))
+        return model.fit(x, y, batch_size=4, verbose=0).history["loss"]
+
+    expected = train()
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    with distribution.TensorParallel().scope():
+        np.testing.assert_allclose(train(jit_compile=True), expected, rtol=1e-5)
+    reasons = "\n".join(counters["graph_break"])
+    assert "Tensor.backward()" in reasons
+    # Attention, what TensorFlow is asked, and a hooked function.
+    for name in ("pybind11_object", "executing_eagerly", "matmul"):
+        assert name not in reasons
+
+
 def torch_globals():
     """Everything by which torch and DTensor treat all tensors of a process."""
     dispatcher = DTensor._op_dispatcher

@@ -2,11 +2,13 @@
 
 import contextlib
 
+from keras.src import backend as keras_backend
 from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.distribution.distribution_lib import distribution
 from keras.src.models.model import Model
 from keras.src.utils.backend_utils import in_tf_graph
 
+from keras_tp import backend
 from keras_tp.backend import hooks
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.processes import progress
@@ -70,7 +72,7 @@ def _hook_call(original, self, /, *args, **kwargs):
     if (
         model_state.outermost_call() is not None
         or any_symbolic_tensors(args, kwargs)
-        or in_tf_graph()
+        or _in_tf_graph()
     ):
         return original(self, *args, **kwargs)
     with model_state.calling(self):
@@ -84,6 +86,15 @@ def _hook_call(original, self, /, *args, **kwargs):
             if may_move_after_call(self):
                 check_model(self)
             return outputs
+
+
+def _in_tf_graph():
+    """Returns whether a call is part of a graph of TensorFlow."""
+    if keras_backend.backend() != "tensorflow":
+        # torch's compiler cannot trace the question to TensorFlow.
+        if backend.distribution_lib.is_tracing():
+            return False
+    return in_tf_graph()
 
 
 @hooks.around

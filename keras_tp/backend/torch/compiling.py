@@ -78,6 +78,23 @@ def check_compiler():
         ) from e
 
 
+def hook_can_use_flash_attention(original):
+    """Leaves the choice of an attention kernel to torch in compiled steps.
+
+    What Keras asks torch cannot be traced: the graph breaks at each attention,
+    and the layers around it run eagerly. torch chooses again when the
+    operation runs.
+    """
+
+    @functools.wraps(original)
+    def _can_use_flash_attention(*args, raise_error=False, **kwargs):
+        if torch.compiler.is_compiling() and not raise_error:
+            return False
+        return original(*args, raise_error=raise_error, **kwargs)
+
+    return _can_use_flash_attention
+
+
 def hook_tangent(original):
     """Makes the gradient of an output that the loss does not use a DTensor.
 
@@ -85,6 +102,8 @@ def hook_tangent(original):
     https://github.com/pytorch/pytorch/issues/173123
     """
 
+    # It runs between compiled parts of a step, and cannot be traced.
+    @torch.compiler.disable
     @functools.wraps(original)
     def process_runtime_tangent(x, meta, *args, **kwargs):
         # Only the metadata of tensor subclasses has this attribute.

@@ -252,6 +252,12 @@ TABLE = [
         "the scales of a split table are not gathered",
     ),
     Hook(
+        "keras.src.backend.torch.nn",
+        "_can_use_flash_attention",
+        compiling.hook_can_use_flash_attention,
+        "attention does not break the graph of a compiled step",
+    ),
+    Hook(
         "torch._functorch._aot_autograd.runtime_wrappers:AOTDispatchAutograd",
         "process_runtime_tangent",
         compiling.hook_tangent,

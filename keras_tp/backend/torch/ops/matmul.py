@@ -57,12 +57,17 @@ def matmul(original):
 
     @functools.wraps(original)
     def replacement(x, y, *args, **kwargs):
-        if not args and not kwargs and _are_distributed(x, y):
+        if args or kwargs:
+            return sequence_parallel.reduced(original(x, y, *args, **kwargs))
+        if _are_distributed(x, y):
             x = sequence_parallel.gathered(x, y)
             result = _matmul(x, y)
             if result is not None:
                 return sequence_parallel.reduced(result)
-        return sequence_parallel.reduced(original(x, y, *args, **kwargs))
+        if torch.compiler.is_compiling():
+            # torch's compiler knows the function by its name, which is hooked.
+            return sequence_parallel.reduced(torch.Tensor.matmul(x, y))
+        return sequence_parallel.reduced(original(x, y))
 
     return replacement
 
