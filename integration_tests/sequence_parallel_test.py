@@ -18,11 +18,15 @@ TARGETS = RNG.normal(size=(BATCH, LENGTH, WIDTH)).astype("float32")
 ACTIVATION = TARGETS.nbytes
 
 
-def blocks(length=LENGTH, dropout=0.0):
-    """Returns two transformer blocks behind an embedding."""
+def blocks(length=LENGTH, dropout=0.0, embedding=True):
+    """Returns two transformer blocks, behind an embedding if there is one."""
     layers = keras.layers
-    inputs = keras.Input((length,), dtype="int32")
-    x = layers.Embedding(WORDS, WIDTH, name="lookup")(inputs)
+    if embedding:
+        inputs = keras.Input((length,), dtype="int32")
+        x = layers.Embedding(WORDS, WIDTH, name="lookup")(inputs)
+    else:
+        inputs = keras.Input((length, WIDTH))
+        x = layers.Conv1D(WIDTH, 1, name="patches")(inputs)
     for i in range(2):
         y = layers.LayerNormalization(name=f"before_attention_{i}")(x)
         attention = layers.MultiHeadAttention(
@@ -91,6 +95,21 @@ def test_two_blocks(shape):
     # The loss may be one more, of a number.
     assert found["all_reduce"] in ((number, size), (number + 1, size + 4))
     assert size < ACTIVATION
+
+
+@harness.shapes((1, 4))
+def test_blocks_without_an_embedding(shape):
+    # What the first block adds to is whole, and so is its attention, which
+    # kernels of GPUs cannot split along the sequence.
+    args = lambda: blocks(embedding=False), TARGETS, TARGETS
+    _, expected = train(*args)
+    with parallel(shape).scope():
+        model, losses = train(*args)
+        found = distribution.count_collectives(model, TARGETS, TARGETS)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert found["all_to_all"][0] == 0
+    # Of the second block, and of the first one's feed-forward network.
+    assert found["reduce_scatter"][0] >= 6
 
 
 def test_a_tied_head():

@@ -52,6 +52,18 @@ def axis_of(layout, shape):
     return names[0]
 
 
+def is_used():
+    """Returns whether the distribution splits any activation like this."""
+    found = distribution()
+    if getattr(found, "_options", {}).get("sequence_parallel", False):
+        return True
+    layouts = getattr(found, "_layout_map", {}).values()
+    # Layouts of Keras have no such attribute.
+    return any(
+        getattr(layout, "sequence_parallel", False) for layout in layouts
+    )
+
+
 def _warn(size, count):
     # A cache is filled one position at a time.
     is_small = not isinstance(size, int) or size < count or count == 1

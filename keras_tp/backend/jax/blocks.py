@@ -58,6 +58,7 @@ class Functions:
             "abd,dce->abce", x1, sequence_parallel.kernel_of(x2), multiply
         )
         if in_blocks is None:
+            x1 = sequence_parallel.whole_before(x1, x2)
             in_blocks = multiply(x1, kernel)
         return _joined(in_blocks, x1.ndim - 1)
 

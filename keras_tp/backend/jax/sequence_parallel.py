@@ -16,6 +16,7 @@ import collections
 import jax
 import jax.numpy as jnp
 from jax._src import core as jax_core
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.stateless_scope import in_stateless_scope
@@ -28,6 +29,7 @@ from keras_tp.backend.jax import rematerialization
 from keras_tp.backend.jax import storage
 from keras_tp.backend.sequence_parallel import SEQUENCE
 from keras_tp.backend.sequence_parallel import axis_of
+from keras_tp.backend.sequence_parallel import is_used
 
 
 class Kernel(collections.namedtuple("Kernel", "tensor axes layout size")):
@@ -107,6 +109,36 @@ def kernel_of(operand):
     return kernel
 
 
+def whole_before(x, operand):
+    """Keeps the input of a kernel whole along the sequence if the plan does.
+
+    Such an input is added to split activations later, as in the first block of
+    a model without an embedding. XLA would split it too, and so the attention,
+    whose kernels on GPUs cannot be split along the sequence.
+
+    Args:
+        x: Tensor.
+        operand: The kernel, as a `keras.Variable`, or another operand.
+
+    Returns:
+        Tensor, `x` or its copy with a constraint.
+    """
+    layout = getattr(operand, "_layout", None)
+    if (
+        not isinstance(operand, core.Variable)
+        or not isinstance(x, jax.core.Tracer)
+        or x.ndim != 3
+        or getattr(layout, "sequence_parallel", True)
+        or not any(layout.axes)
+        or not is_used()
+    ):
+        return x
+    other = PartitionSpec.UNCONSTRAINED
+    mesh = layout.device_mesh.backend_mesh
+    spec = PartitionSpec(other, None, other)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
 def note_transpose(result, operand, axes):
     """Remembers that a tensor is the transpose of a kernel of two dims."""
     kernel = kernel_of(operand)
@@ -154,6 +186,7 @@ def matmul(original, x1, x2):
         if x1.ndim == 3:
             result = product("abd,de->abe", x1, kernel, original)
     if result is None:
+        x1 = whole_before(x1, x2)
         result = storage.product(lambda kernel: original(x1, kernel), x2)
     return result
 
@@ -301,6 +334,7 @@ class Functions:
 
         result = product(subscripts, x, kernel_of(kernel), multiply)
         if result is None:
+            x = whole_before(x, kernel)
             result = storage.product(lambda w: multiply(x, w), kernel)
         inputs, output = subscripts.split("->")
         of_kernel = inputs.split(",")[1]
