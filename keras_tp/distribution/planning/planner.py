@@ -24,6 +24,9 @@ from keras_tp.distribution.tensor_layout import split_largest_dim
 # Names of mesh axes that split batches, not variables.
 BATCH_AXES = ("batch", "data")
 MODEL_AXIS = "model"
+# Of the bytes of matrices, the share that fully sharding may leave out before
+# a warning.
+_NOTABLE_SHARE = 0.1
 
 
 def plan_graph(
@@ -101,6 +104,9 @@ def plan_graph(
     graph, streams = solution.graph, solution.streams
     if sequence_parallel and count > 1 and not streams.kernels:
         _warn_if_no_sequence(graph, count)
+    if fully_shard is not None:
+        planned = [row for row in variables if row.path not in overridden]
+        _warn_if_not_fully_sharded(graph, planned, fully_shard, device_mesh)
     in_parts = streams.split - streams.whole
 
     def split_dim(value):
@@ -190,6 +196,25 @@ def _warn_if_no_sequence(graph, count):
     )
 
 
+def _warn_if_not_fully_sharded(graph, rows, axis, device_mesh):
+    matrices = [row for row in rows if len(row.shape) > 1]
+    whole = [row for row in matrices if not fully_sharded.is_split(row, axis)]
+    count = axis_size(device_mesh, axis)
+    left, total = (sum(r.nbytes for r in found) for found in (whole, matrices))
+    if count == 1 or left <= _NOTABLE_SHARE * total:
+        return
+    largest = max(whole, key=lambda row: row.nbytes)
+    warnings.warn(
+        f"`fully_shard={axis!r}` leaves {left / total:.0%} of the bytes of "
+        f"{graph.name!r} whole on each of the {count} devices along {axis!r}: "
+        f"no dim of {len(whole)} variables divides by {count}, apart from dims "
+        "that are split already. Use an axis whose size divides them. The "
+        f"largest is {largest.path!r}. Received: shape={largest.shape}, "
+        f"axes={largest.axes}",
+        stacklevel=4,
+    )
+
+
 def fully_shard_axis(value, device_mesh):
     """Returns the mesh axis over which variables are fully sharded, or `None`.
 
@@ -218,7 +243,13 @@ def _fully_sharded(row, axis, device_mesh):
     """Splits the largest whole dim of a `PlannedVariable` over another axis."""
     axes = split_largest_dim(row.axes, row.shape, axis, device_mesh)
     if axes == row.axes:
-        return row
+        if len(row.shape) < 2:
+            return row
+        count = axis_size(device_mesh, axis)
+        why = (
+            f"{row.why}; no other dim divides by {count}, so not over {axis!r}"
+        )
+        return row._replace(why=why)
     why = f"{row.why}; split over {axis!r} and gathered before use"
     return row._replace(axes=axes, why=why)
 

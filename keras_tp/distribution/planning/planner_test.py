@@ -45,6 +45,15 @@ def test_two_layers_are_a_column_and_a_row(count):
     assert plan.collectives(8) == {"all_reduce": (1, 8 * 5 * 4)}
 
 
+def test_fully_sharding_says_what_stays_whole():
+    with pytest.warns(UserWarning, match="leaves 29% of the bytes of 'mlp'"):
+        plan = distribution.plan_sharding(mlp, mesh(4, 2), fully_shard=True)
+    assert plan["up/kernel"].axes == ("batch", "model")
+    row = plan["down/kernel"]
+    assert row.axes == ("model", None)
+    assert row.why.endswith("no other dim divides by 4, so not over 'batch'")
+
+
 def test_one_device_along_the_axis():
     assert split(plan_of(mlp, 1)) == {}
 
