@@ -45,6 +45,21 @@ def test_two_layers_are_a_column_and_a_row(count):
     assert plan.collectives(8) == {"all_reduce": (1, 8 * 5 * 4)}
 
 
+def test_sums_have_the_dtype_of_computations():
+    def half():
+        inputs = keras.Input((12,))
+        dtype = "mixed_bfloat16"
+        x = layers.Dense(16, activation="relu", dtype=dtype, name="up")(inputs)
+        outputs = layers.Dense(5, dtype=dtype, name="down")(x)
+        return keras.Model(inputs, outputs)
+
+    plan, whole = plan_of(half), plan_of(mlp)
+    assert plan.collectives(8) == {"all_reduce": (1, 8 * 5 * 2)}
+    memory, of_float32 = plan.memory(8), whole.memory(8)
+    assert memory["parameters"] == of_float32["parameters"]
+    assert memory["activations"] < of_float32["activations"]
+
+
 def test_fully_sharding_says_what_stays_whole():
     with pytest.warns(UserWarning, match="leaves 29% of the bytes of 'mlp'"):
         plan = distribution.plan_sharding(mlp, mesh(4, 2), fully_shard=True)

@@ -164,6 +164,11 @@ class _SymbolicVariable(keras.KerasTensor):
     regularizer = constraint = None
 
     @property
+    def dtype(self):
+        # That of the layer that reads it, such as bfloat16.
+        return self.variable.dtype
+
+    @property
     def value(self):
         return self
 
