@@ -45,6 +45,26 @@ def test_two_layers_are_a_column_and_a_row(count):
     assert plan.collectives(8) == {"all_reduce": (1, 8 * 5 * 4)}
 
 
+def test_a_table_of_positions_is_an_embedding():
+    class Positions(layers.Layer):
+        def build(self, shape):
+            self.table = layers.Embedding(16, 12, name="table")
+            self.table.build()
+
+        def call(self, x):
+            return x + self.table(np.arange(16))
+
+    def model():
+        inputs = keras.Input((16, 12))
+        x = Positions(name="positions")(inputs)
+        x = layers.Dense(16, name="up")(layers.LayerNormalization()(x))
+        return keras.Model(inputs, layers.Dense(12, name="down")(x))
+
+    row = plan_of(model)["positions/table/embeddings"]
+    assert row.axes == ("model", None)
+    assert row.why == "row-parallel embedding: one all-reduce after the lookup"
+
+
 def test_sums_have_the_dtype_of_computations():
     def half():
         inputs = keras.Input((12,))

@@ -392,14 +392,14 @@ class _Planner(Classes):
         """Returns a dict of (variable, class) to the effect of its split."""
         uses = {}
         for partial in self.dims.partials:
-            if all(map(self.dims.is_weight, partial.step.inputs)):
-                use = "split like the kernel that LoRA adapts"
-            elif partial.backward:
-                use = reasons.COLUMN
-            elif partial.step.kind == "Take":
+            if partial.step.kind == "Take" and not partial.backward:
                 use = (
                     reasons.ROW + " embedding: one all-reduce after the lookup"
                 )
+            elif all(map(self.dims.is_weight, partial.step.inputs)):
+                use = "split like the kernel that LoRA adapts"
+            elif partial.backward:
+                use = reasons.COLUMN
             else:
                 use = reasons.ROW + ": one all-reduce of the output"
             root, _ = self.class_of(partial.node)
