@@ -74,8 +74,17 @@ class TensorLayout(keras_lib.TensorLayout):
         dim of several blocks becomes two: the blocks, and the split dim of
         each. Other layouts keep `shape`.
         """
+        shape = tuple(shape)
         if self.device_mesh is None or not (self.uneven or self.blocks):
-            return tuple(shape)
+            return shape
+        # Each step asks for every variable.
+        key = shape, self.uneven, tuple(self.blocks.items())
+        cache = vars(self).setdefault("_stored_shapes", {})
+        if key not in cache:
+            cache[key] = self._stored_shape(shape)
+        return cache[key]
+
+    def _stored_shape(self, shape):
         stored = []
         for dim, (size, axis) in enumerate(zip(shape, self.axes)):
             if dim in self.blocks:

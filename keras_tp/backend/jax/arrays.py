@@ -69,6 +69,8 @@ def distribute_tensor(original, tensor, layout):
         sharding, jax.sharding.Sharding
     ):
         return original(tensor, layout)
+    if isinstance(tensor, jax.Array) and tensor.sharding == sharding:
+        return tensor
     if processes.world_size() == 1:
         if isinstance(sharding, NamedSharding) and sharding.mesh.size == 1:
             return jax.device_put(tensor, sharding)
