@@ -3,7 +3,7 @@
 import html
 import math
 
-WIDTH, HEIGHT, MARGIN, GAP = 250, 200, 44, 26
+WIDTH, HEIGHT, MARGIN, GAP = 250, 200, 44, 52
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd")
 
 
