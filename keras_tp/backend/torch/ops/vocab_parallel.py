@@ -154,12 +154,14 @@ def softmax(op, args, kwargs):
     if to_float32:
         local = local.float()
     maxima = split.reduced(local.amax(dim, keepdim=True), "max")
+    # In place where possible: each tensor here is as large as the logits.
     shifted = local - maxima
-    exponentials = shifted.exp()
-    total = split.reduced(exponentials.sum(dim, keepdim=True), "sum")
     if op is aten._log_softmax.default:
-        return split.whole(shifted - total.log())
-    return split.whole(exponentials / total)
+        sums = shifted.exp().sum(dim, keepdim=True)
+        return split.whole(shifted.sub_(split.reduced(sums, "sum").log()))
+    exponentials = shifted.exp_()
+    sums = exponentials.sum(dim, keepdim=True)
+    return split.whole(exponentials.div_(split.reduced(sums, "sum")))
 
 
 def softmax_backward(op, args, kwargs):
@@ -171,11 +173,11 @@ def softmax_backward(op, args, kwargs):
         return split.whole(op(gradient, output, dim, dtype))
     if op is aten._log_softmax_backward_data.default:
         total = split.reduced(gradient.sum(dim, keepdim=True), "sum")
-        result = gradient - output.exp() * total
+        result = output.exp().mul_(-total).add_(gradient)
     else:
         weighted = gradient * output
         total = split.reduced(weighted.sum(dim, keepdim=True), "sum")
-        result = weighted - output * total
+        result = weighted.sub_(output * total)
     return split.whole(result.to(dtype))
 
 
@@ -211,7 +213,7 @@ def class_loss_backward(op, args, kwargs):
     )
     index, held = _held(x.shape, local, target, split, ignored)
     values = -torch.where(held, gradient.unsqueeze(1), 0)
-    return split.whole(torch.zeros_like(local).scatter(1, index, values))
+    return split.whole(torch.zeros_like(local).scatter_(1, index, values))
 
 
 def _by_part(x, weight, reduction):
