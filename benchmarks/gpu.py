@@ -1,14 +1,13 @@
-"""What one CUDA device can show: keras_tp on it against plain Keras.
+"""Compares keras_tp with plain Keras on one CUDA device.
 
     python benchmarks/gpu.py --json gpu.json      # seven minutes on an H100
     python benchmarks/gpu.py --parts forecast --backends jax    # without one
 
 A Llama of KerasHub is trained on JAX and on torch (nccl, one rank), under
 `TensorParallel` and in plain Keras, from the same weights: losses, step times
-in turns, peak memory beside what the plan and `compile_for` said before, and
-the kernel that attention ran; and what `gpu_features.py` has users do. One
-device splits nothing and sends nothing: what is measured is what the hooks
-cost.
+in turns, peak memory beside the forecasts of the plan and of `compile_for`, the
+kernel of the attention, and the recipes of `gpu_features.py`. On one device
+nothing is split or sent, so the times show the cost of the hooks.
 
 Each part is a process of its own, so that its peak memory is its own.
 """
@@ -91,7 +90,7 @@ def run_parts(options):
 
 
 def run_part(backend, part):
-    """Returns the result of one part, or what it failed with."""
+    """Returns the result of one part, or its error."""
     environment = {**os.environ, "KERAS_BACKEND": backend}
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if part == "forecast":

@@ -1,6 +1,6 @@
-"""What users do with a model, on the device at hand: each returns numbers.
+"""Recipes that users write; each returns numbers.
 
-`gpu.py` compares them under `TensorParallel` with those of plain Keras.
+`gpu.py` runs them under `TensorParallel` and in plain Keras, and compares.
 """
 
 import pathlib

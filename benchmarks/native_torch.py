@@ -128,7 +128,7 @@ def make_optimizer(model):
 
 
 def loss_of(model, options):
-    """Returns a function of tokens and targets to the loss, as it is run."""
+    """Returns a function of tokens and targets that returns the loss."""
 
     def loss(tokens, targets):
         logits = model(tokens)
@@ -141,7 +141,7 @@ def train_epoch(loss_of, optimizer, x, y, device):
     """Trains one epoch as a loop of torch, and returns the mean loss.
 
     Args:
-        loss_of: What the function `loss_of` returned.
+        loss_of: Function of tokens and targets, from `loss_of`.
         optimizer: What `make_optimizer` returned.
         x: Tensor of tokens, on the host.
         y: Tensor of targets, int64, on the host.

@@ -5,9 +5,9 @@
     python benchmarks/rematerialization.py --backend torch
     python benchmarks/rematerialization.py --backend tensorflow
 
-On JAX, the step is compiled for H100s, and XLA says what one device holds for
-it beside variables and batches. On torch and TensorFlow, each row is a run on
-CPUs of its own: the growth of a process's peak memory over two steps.
+On JAX, the step is compiled for H100s, and XLA reports the temporaries of one
+device. On torch and TensorFlow, each row is a run of its own on CPUs, and the
+figure is the growth of a process's peak memory over two steps.
 """
 
 import argparse
@@ -188,7 +188,7 @@ def in_its_own_run(options, way, mode):
 
 
 def main():
-    """Prints a table, or what one run measures."""
+    """Prints a table, or the figures of one run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="jax", choices=SIZES)
     parser.add_argument("--blocks", type=int, default=8)

@@ -2,7 +2,7 @@
 
 A step takes the seconds of its FLOPs at a share of the peak, and the seconds
 of its collectives in rings without latency. The devices of the model axis are
-neighbours, those of the data axis are as far apart as the model axis is long.
+neighbours. Two neighbours of the data axis have a whole model axis between.
 """
 
 # Of the FLOPs of a step; the forward pass has the other third.
@@ -14,8 +14,8 @@ def ring_speed(accelerator, count, stride):
 
     A group inside of a node uses the links of the node. Between nodes, a group
     has one ring for each of its members in a node, and each of these rings
-    goes through the port of another member, as those of NCCL do. So a device
-    sends as much as their ports together, and no more than its own links.
+    goes through the port of another member, as in NCCL. So a device sends as
+    much as their ports together, and no more than its own links.
 
     Args:
         accelerator: `Accelerator`.
@@ -63,13 +63,12 @@ def train_flops(elements, tokens, layers, width, length):
 
 
 def step(accelerator, mesh, collectives, flops, utilization, is_fully_sharded):
-    """Returns what a device sends in a step, and the seconds that it takes.
+    """Returns the bytes that a device sends in a step, and the seconds.
 
-    Collectives of the model axis are waited for. Those of the data axis are
-    waited for too in `"efficiency"`. In `"efficiency_hidden"` they run beside
-    the computations of the backward pass, and the first gathers of FSDP beside
-    those of the forward pass; a device waits only for what these are too short
-    for.
+    A device waits for the collectives of the model axis. In `"efficiency"` it
+    also waits for the data axis. In `"efficiency_hidden"` the data axis
+    communicates during the backward pass, and the first gathers of FSDP during
+    the forward pass. Then a device waits only for the rest.
 
     Args:
         accelerator: `Accelerator`.
