@@ -173,14 +173,20 @@ def _add_convolution(found, module, computation, instruction):
         return
     inputs, rest = labels.split("_")
     kernels, outputs = rest.split("->")
+    # cuDNN's gradients have the labels and the window of the forward pass.
+    images, weights, result = left.shape, right.shape, _result(instruction)
+    target = instruction.attribute(r'custom_call_target="([^"]*)"')
+    if target.endswith("BackwardFilter"):
+        weights, result = result, weights
+    elif target.endswith("BackwardInput"):
+        images, result = result, images
     window = dict(_WINDOW.findall(instruction.attribute(r"window=\{([^}]*)\}")))
-    result = _result(instruction)
-    count = right.shape[kernels.index("i")]
+    count = weights[kernels.index("i")]
     for dim, label in enumerate(outputs):
         if label.isdigit():
             count *= _pairs(
-                left.shape[inputs.index(label)],
-                right.shape[kernels.index(label)],
+                images[inputs.index(label)],
+                weights[kernels.index(label)],
                 result[dim],
                 {
                     name: text.split("x")[int(label)]

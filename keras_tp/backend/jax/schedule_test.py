@@ -99,6 +99,31 @@ def test_matmuls_in_fusions_libraries_and_kernels_count():
     assert steps["flash"].kernel == "cuDNN flash attention, forward"
 
 
+def test_gradients_of_a_convolution_cost_as_much_as_its_result():
+    shapes = {"x": "2,8,8,3", "w": "16,4,4,3", "y": "2,2,2,16"}
+    calls = {
+        "Forward": ("y", "x", "w"),
+        "BackwardFilter": ("w", "x", "y"),
+        "BackwardInput": ("x", "y", "w"),
+    }
+    text = (
+        "HloModule jit_step, is_scheduled=true\n\nENTRY %main () -> f32[] {\n"
+    )
+    for index, (name, shape) in enumerate(shapes.items()):
+        text += f"  %{name} = f32[{shape}]{{3,2,1,0}} parameter({index})\n"
+    for name, (result, *operands) in calls.items():
+        text += (
+            f"  %{name} = (f32[{shapes[result]}]{{3,2,1,0}}, u8[0]{{0}}) "
+            f"custom-call(%{operands[0]}, %{operands[1]}), "
+            "window={size=4x4 stride=4x4}, dim_labels=b01f_o01i->b01f, "
+            f'custom_call_target="__cudnn$conv{name}"\n'
+        )
+    steps = by_name(text + "}\n")
+    for name in calls:
+        # 2 x 2 windows of 4 x 4 x 3 numbers, for each of 2 x 16 results.
+        assert steps[name].flops == {"f32": 2 * 2 * 2 * 4 * 4 * 3 * 2 * 16}
+
+
 def test_a_batched_matmul_on_tpu_has_no_products_of_its_padding():
     assert by_name(TPU)["convolution"].flops == {"bf16": 2 * 8 * 16 * 32 * 4}
 
