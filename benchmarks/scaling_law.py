@@ -9,25 +9,6 @@ neighbours. Two neighbours of the data axis have a whole model axis between.
 BACKWARD = 2 / 3
 
 
-def ring_speed(accelerator, count, stride):
-    """Returns the bytes per second that each device of a group sends.
-
-    A group inside of a node uses the links of the node. Between nodes, a group
-    has one ring for each of its members in a node, and each of these rings
-    goes through the port of another member, as in NCCL. So a device sends as
-    much as their ports together, and no more than its own links.
-
-    Args:
-        accelerator: `Accelerator`.
-        count: Int, the number of devices in the group.
-        stride: Int, how far its devices are apart.
-    """
-    inside = max(accelerator.node_size // stride, 1)
-    if count <= inside:
-        return accelerator.link_speed
-    return min(inside * accelerator.network_speed, accelerator.link_speed)
-
-
 def bytes_sent(accelerator, collectives, count):
     """Returns the bytes that each device sends in rings.
 
@@ -89,7 +70,9 @@ def step(accelerator, mesh, collectives, flops, utilization, is_fully_sharded):
     sent, seconds = {}, {"compute": compute}
     for axis, count, stride in ("model", parts, 1), ("data", replicas, parts):
         sent[axis] = bytes_sent(accelerator, collectives[axis], count)
-        seconds[axis] = sent[axis] / ring_speed(accelerator, count, stride)
+        seconds[axis] = sent[axis] / accelerator.ring_speed(
+            range(0, count * stride, stride)
+        )
     beside = compute if is_fully_sharded else BACKWARD * compute
     waited = max(seconds["data"] - beside, 0)
     return {

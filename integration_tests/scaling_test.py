@@ -58,15 +58,6 @@ def test_more_replicas_do_not_change_what_the_model_axis_sends():
     assert all(s["efficiency_hidden"] >= s["efficiency"] for s in steps)
 
 
-def test_speed_of_a_group():
-    # Inside of a node of 8, its links.
-    assert law.ring_speed(H100, 8, 1) == law.ring_speed(H100, 2, 4) == 450e9
-    # Between nodes, the port of each member in a node.
-    assert law.ring_speed(H100, 2, 8) == law.ring_speed(H100, 64, 8) == 50e9
-    assert law.ring_speed(H100, 16, 4) == 100e9
-    assert law.ring_speed(H100, 64, 1) == 400e9
-
-
 def test_what_is_hidden():
     """The data axis, behind two thirds of the step; with FSDP, behind all."""
     found = {"model": {}, "data": collectives(all_reduce=100e9)}

@@ -66,9 +66,26 @@ class Accelerator(
             "all_to_all": share * nbytes,
             "collective_permute": nbytes,
         }[kind]
-        nodes = {index // self.node_size for index in devices}
-        speed = self.link_speed if len(nodes) == 1 else self.network_speed
-        return sent / speed
+        return sent / self.ring_speed(devices)
+
+    def ring_speed(self, devices):
+        """Returns the bytes per second that each device of a group sends.
+
+        A group inside of a node uses the links of the node. Between nodes, a
+        group has one ring for each of its members in a node, and each of these
+        rings goes through the port of another member, as in NCCL. So a device
+        sends as much as their ports together, and no more than its own links.
+
+        Args:
+            devices: Sequence of ints, indices of the devices of the group.
+        """
+        nodes = collections.Counter(
+            index // self.node_size for index in devices
+        )
+        if len(nodes) == 1:
+            return self.link_speed
+        ports = min(nodes.values()) * self.network_speed
+        return min(ports, self.link_speed)
 
 
 # A ring along one axis of a torus uses two links of a chip. Google publishes

@@ -81,6 +81,16 @@ def test_devices_of_several_nodes_send_over_the_network():
     assert SLOW.send_seconds("all_reduce", 8, (4, 5)) == 8
 
 
+def test_the_speed_of_a_group():
+    h100 = accelerator("h100")
+    # Inside of a node of 8, its links.
+    assert h100.ring_speed(range(8)) == h100.ring_speed((0, 4)) == 450e9
+    # Between nodes, the port of each member in a node.
+    assert h100.ring_speed((0, 8)) == h100.ring_speed(range(0, 512, 8)) == 50e9
+    assert h100.ring_speed(range(0, 64, 4)) == 100e9
+    assert h100.ring_speed(range(64)) == 400e9
+
+
 def test_a_collective_that_nothing_runs_beside_is_not_hidden():
     found = figures(matmul(5), reduced(4), matmul(2))
     row = found["collectives"]["all_reduce"]
