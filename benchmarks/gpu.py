@@ -56,7 +56,7 @@ def parse_options():
     """Returns the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--backends", default="jax,torch")
+    add("--backends", default=",".join(BACKENDS))
     add("--parts", default=",".join(PARTS))
     add("--rounds", type=int, default=12, help="turns of each side")
     add("--steps", type=int, default=20, help="train steps in a turn")

@@ -4,8 +4,8 @@
     python benchmarks/scaling.py --json scaling.json --plot scaling.svg
     python benchmarks/scaling.py --check    # the law against programs
 
-The bytes are those of plans, which allocate no weights; the links are those of
-`keras_tp/distribution/accelerators.py`. `scaling_law.py` has the law. Nothing
+Plans give the bytes, without weights; `keras_tp/distribution/accelerators.py`
+has the links. `scaling_law.py` has the law. Nothing
 here is measured on devices: `benchmarks/README.md` says where it stops.
 """
 

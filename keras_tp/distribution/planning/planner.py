@@ -243,9 +243,9 @@ def _fully_sharded(row, axis, device_mesh):
     """Splits the largest whole dim of a `PlannedVariable` over another axis."""
     axes = split_largest_dim(row.axes, row.shape, axis, device_mesh)
     if axes == row.axes:
-        if len(row.shape) < 2:
-            return row
         count = axis_size(device_mesh, axis)
+        if len(row.shape) < 2 or count == 1:
+            return row
         why = (
             f"{row.why}; no other dim divides by {count}, so not over {axis!r}"
         )

@@ -87,6 +87,9 @@ def test_fully_sharding_says_what_stays_whole():
     row = plan["down/kernel"]
     assert row.axes == ("model", None)
     assert row.why.endswith("no other dim divides by 4, so not over 'batch'")
+    # One device along the axis holds all of it anyway.
+    plan = distribution.plan_sharding(mlp, mesh(1, 2), fully_shard=True)
+    assert not any("no other dim" in row.why for row in plan.variables)
 
 
 def test_one_device_along_the_axis():
