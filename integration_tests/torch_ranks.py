@@ -26,6 +26,7 @@ SHARED = [
     "keras_tp/distribution",
     "keras_tp/tensor_parallel_keras_test.py",
     "keras_tp/backend/torch/fully_sharded_test.py",
+    "keras_tp/backend/torch/gradient_sums_test.py",
     "keras_tp/backend/torch/sequence_parallel_test.py",
     *(
         f"integration_tests/{name}_test.py"

@@ -11,6 +11,7 @@ from keras.src.backend.torch import core
 from keras.src.distribution.distribution_lib import distribution
 from torch.distributed.tensor import DTensor
 
+from keras_tp.backend.torch import gradient_sums
 from keras_tp.backend.torch import placement
 
 
@@ -136,15 +137,15 @@ def set_value(variable, value):
     """Sets the value of a variable, as a `torch.nn.Parameter`."""
     parameter = torch.nn.Parameter(value, requires_grad=variable.trainable)
     if isinstance(parameter, DTensor) and parameter.requires_grad:
-        # Data parallelism all-reduces a gradient here, and only here.
+        # Data parallelism adds up gradients here, and only here.
         parameter.register_hook(
             functools.partial(
                 _redistributed,
                 variable=weakref.ref(variable),
-                mesh=parameter.device_mesh,
-                placements=parameter.placements,
+                parameter=weakref.ref(parameter),
             )
         )
+        parameter.register_post_accumulate_grad_hook(gradient_sums.collect)
     variable._value = parameter
 
 
@@ -182,7 +183,9 @@ def _stays_plain(variable, placed):
     return len(variable._shape) == 0 or not is_float_dtype(variable._dtype)
 
 
-def _redistributed(gradient, variable, mesh, placements):
+def _redistributed(gradient, variable, parameter):
+    parameter = parameter()
+    mesh, placements = parameter.device_mesh, parameter.placements
     # If the slots are split further, a reduce-scatter gives each process only
     # its slots' part of the gradient.
     slots = getattr(variable(), "_slot_layout", None)
@@ -192,5 +195,7 @@ def _redistributed(gradient, variable, mesh, placements):
         placed = placement.Placement(mesh, placements)
         return placement.from_full(gradient, placed)
     if gradient.placements == placements:
+        return gradient
+    if slots is None and gradient_sums.waits(gradient, parameter):
         return gradient
     return placement.redistributed(gradient, placements)
