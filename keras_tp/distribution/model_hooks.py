@@ -41,8 +41,10 @@ def _hook_entry_point(original, self, /, *args, **kwargs):
         adopt_state(self)
         _renew_functions(self)
         check_complete_model(self)
+        made = variable_origin.variables_made()
         result = original(self, *args, **kwargs)
-        check_model(self)
+        if _has_changed(self, made):
+            check_model(self)
         return result
 
 
@@ -58,9 +60,25 @@ def _hook_compile(original, self, /, *args, **kwargs):
 @hooks.around
 def _hook_symbolic_build(original, self, /, *args, **kwargs):
     """Checks a model that `fit` has built, and adopts its metrics."""
+    made = variable_origin.variables_made()
     original(self, *args, **kwargs)
-    check_model(self)
-    adopt_state(self)
+    if _has_changed(self, made):
+        check_model(self)
+        adopt_state(self)
+
+
+def _has_changed(model, made):
+    """Returns whether a model may have to be checked, or its state adopted.
+
+    Keras calls `_symbolic_build` for each `fit`, and nearly always builds
+    nothing.
+
+    Args:
+        model: A Keras model.
+        made: Int, `variables_made()` before.
+    """
+    is_new = variable_origin.variables_made() != made
+    return is_new or not model_state.was_checked(model)
 
 
 @hooks.around

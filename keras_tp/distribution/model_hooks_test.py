@@ -71,3 +71,46 @@ def test_functions_are_compiled_again_after_a_layer_has_changed(one_device):
         model.train_function = function
         model_hooks._renew_functions(model)
         assert model.train_function is function
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """Names of the functions of `model_state` that walk over a model."""
+    found = []
+
+    def noting(original):
+        def note(model):
+            found.append(original.__name__)
+            original(model)
+
+        return note
+
+    for name in ("check_model", "adopt_state"):
+        function = noting(getattr(model_hooks, name))
+        monkeypatch.setattr(model_hooks, name, function)
+    return found
+
+
+def test_fit_looks_for_state_again_if_it_builds_something(one_device, listed):
+    x = np.ones((4, 3), "float32")
+    with one_device.scope():
+        model = keras.Sequential([layers.Dense(2)])
+        model.compile("sgd", "mse", metrics=["mae"])
+    model.fit(x, x[:, :2], verbose=0)
+    assert listed.count("check_model") >= 2
+    assert listed.count("adopt_state") == 2
+    del listed[:]
+    model.fit(x, x[:, :2], verbose=0)
+    assert listed == ["adopt_state"]
+
+
+def test_an_optimizer_made_outside_is_adopted_by_a_later_fit(one_device):
+    x = np.ones((4, 3), "float32")
+    with one_device.scope():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+        model.compile("sgd", "mse")
+    model.fit(x, x[:, :2], verbose=0)
+    optimizer = keras.optimizers.SGD(0.1)
+    model.compile(optimizer, "mse")
+    model.fit(x, x[:, :2], verbose=0)
+    assert all(v._layout is not None for v in optimizer.variables)

@@ -154,6 +154,16 @@ def _is_checked(model):
     return vars(model).get("_checked_distribution") == checked
 
 
+def was_checked(model):
+    """Returns whether the current distribution has checked a model.
+
+    Unlike `check_model`, it does not look for variables made since.
+    """
+    current = distribution()
+    checked_under, _ = vars(model).get("_checked_distribution", (None, 0))
+    return current is None or checked_under is current
+
+
 def is_complete(model):
     """Returns whether a model has all of its variables, and their values."""
     if not all(layer.built for layer in model._flatten_layers()):
@@ -190,7 +200,12 @@ def adopt_state(model):
     belongs to the model from now on.
     """
     current = distribution()
-    if current is not None:
+    if current is None:
+        return
+    # Nearly always there is nothing to adopt. Each `fit` gets here, and lists
+    # of all variables take time.
+    found = model.variables, *(group for _, group in _state_of(model))
+    if any(v._layout is None for group in found for v in group):
         state = variables_of(model)
         adopt((v for v in state if v[1] != variable_origin.WEIGHT), current)
 
@@ -215,10 +230,7 @@ def variables_of(model):
     groups = (
         (variable_origin.WEIGHT, model.weights),
         (variable_origin.SEED, model.variables),
-        # KerasHub's sampler draws the tokens that `generate` returns.
-        (variable_origin.SEED, _variables_in(model, "sampler")),
-        (variable_origin.METRIC, model.metrics_variables),
-        (variable_origin.SLOT, _variables_in(model, "optimizer")),
+        *_state_of(model),
     )
     seen = set()
     for role, variables in groups:
@@ -226,6 +238,16 @@ def variables_of(model):
             if id(variable) not in seen:
                 seen.add(id(variable))
                 yield variable, role
+
+
+def _state_of(model):
+    """Returns pairs of a role and variables, for state beside the layers."""
+    return (
+        # KerasHub's sampler draws the tokens that `generate` returns.
+        (variable_origin.SEED, _variables_in(model, "sampler")),
+        (variable_origin.METRIC, model.metrics_variables),
+        (variable_origin.SLOT, _variables_in(model, "optimizer")),
+    )
 
 
 def _variables_in(model, attribute):

@@ -45,6 +45,8 @@ _UNKNOWN = Origin(WEIGHT, None, None)
 # Number -> model, for the models made while the hooks are installed.
 _models = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+# How many variables were made while the hooks are installed.
+_made = [0]
 
 
 def origin_of(variable):
@@ -85,7 +87,13 @@ def current_layer():
 def note_origin(original, self, /, *args, **kwargs):
     """Wraps `Variable.__init__` so that each variable carries its `Origin`."""
     self._origin = current_origin()
+    _made[0] += 1
     original(self, *args, **kwargs)
+
+
+def variables_made():
+    """Returns how many variables were made while the hooks are installed."""
+    return _made[0]
 
 
 @contextlib.contextmanager

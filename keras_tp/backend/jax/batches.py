@@ -1,6 +1,7 @@
 """Places batches on the devices of one or several processes."""
 
 import math
+import weakref
 
 import jax
 import numpy as np
@@ -12,6 +13,22 @@ from keras.src.distribution.distribution_lib import distribution
 from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import processes
 from keras_tp.backend.processes import data_shards
+
+# Distribution -> shape of a global batch -> sharding. Each step asks for it.
+_shardings = weakref.WeakKeyDictionary()
+
+
+def sharding_of(shape, current):
+    """Returns the sharding that a distribution gives to a batch.
+
+    Args:
+        shape: Tuple of ints, shape of the global batch.
+        current: The `Distribution`.
+    """
+    known = _shardings.setdefault(current, {})
+    if shape not in known:
+        known[shape] = fitting_sharding(shape, current.get_data_layout(shape))
+    return known[shape]
 
 
 def fitting_sharding(shape, layout):
@@ -105,7 +122,7 @@ def place(batch, current, is_part=False):
         shape = array.shape
         if parts is not None and shape:
             shape = (shape[0] * parts.count, *shape[1:])
-        sharding = fitting_sharding(shape, current.get_data_layout(shape))
+        sharding = sharding_of(shape, current)
         if parts is not None and shape:
             return jax.make_array_from_process_local_data(
                 sharding, array, shape

@@ -94,3 +94,19 @@ def test_xla_flags_keep_what_the_user_set(flags, want):
     timeout = "--xla_cpu_collective_call_terminate_timeout_seconds"
     assert f"{timeout}=600" in lib._xla_flags(flags, 3)
     assert f"{timeout}=600" not in lib._xla_flags(f"{timeout}=5", 3)
+
+
+def test_a_distribution_is_asked_once_for_batches_of_a_shape(mesh):
+    class Counting(dist.DataParallel):
+        asked = 0
+
+        def get_data_layout(self, data_shape):
+            self.asked += 1
+            return super().get_data_layout(data_shape)
+
+    current = Counting(devices=dist.list_devices()[:2])
+    for size in (4, 4, 5, 4, 5):
+        placed = batches.place(np.ones((size, 3), "float32"), current)
+        whole = placed.sharding.is_fully_replicated
+        assert whole == (size == 5)
+    assert current.asked == 2

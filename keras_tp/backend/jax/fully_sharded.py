@@ -24,7 +24,8 @@ def gathered(variable, value):
         value: Its value as it is stored. Outside of compiled programs it stays
             as it is.
     """
-    if not is_gathered(variable) or not isinstance(value, jax.core.Tracer):
+    # The cheap test is first: `fit` reads every variable outside of programs.
+    if not isinstance(value, jax.core.Tracer) or not is_gathered(variable):
         return value
     axis, axes = _gathered_axis(variable)
     if len(axes) != value.ndim:

@@ -62,7 +62,11 @@ _transposed = {}
 def shape_of(variable):
     """Returns the stored shape of a variable; `None` if it is the own one."""
     layout = getattr(variable, "_layout", None)
-    shape = None if layout is None else variable._shape
+    # The cheap tests are first: `fit` asks for every variable. Layouts of Keras
+    # have neither attribute.
+    if not (getattr(layout, "uneven", False) or getattr(layout, "blocks", ())):
+        return None
+    shape = variable._shape
     if shape is None:
         return None
     found = shape_in(variable, layout)
@@ -215,10 +219,11 @@ class Variable:
 
     def _maybe_autocast(original, self, value):
         # Keras calls this with the value that `variable.value` returns.
-        dim = block_dim(self)
-        as_it_is = _state.padded if dim is None else _state.blocks
         cast = fully_sharded.gathered(self, original(self, value))
-        if value.shape != shape_of(self) or as_it_is:
+        if value.shape != shape_of(self):
+            return cast
+        dim = block_dim(self)
+        if _state.padded if dim is None else _state.blocks:
             return cast
         in_stored_shape = cast
         value = from_stored(in_stored_shape, self._shape)
@@ -227,6 +232,10 @@ class Variable:
         return value
 
     def assign(original, self, value):
+        if _is_in_place(self, value):
+            # A result of a step, which `fit` gives back to the model.
+            self._value = value
+            return value
         shape = shape_of(self)
         if shape is None:
             return original(self, value)
@@ -271,6 +280,20 @@ class Variable:
             self._value = jax.jit(
                 initial, out_shardings=self._layout.backend_layout
             )()
+
+
+def _is_in_place(variable, value):
+    """Returns whether a variable can hold an array as it is."""
+    layout = getattr(variable, "_layout", None)
+    return (
+        layout is not None
+        and not in_stateless_scope()
+        and isinstance(value, jax.Array)
+        and not isinstance(value, jax.core.Tracer)
+        and value.dtype == variable._dtype
+        and value.shape == (shape_of(variable) or variable._shape)
+        and value.sharding == getattr(layout, "backend_layout", layout)
+    )
 
 
 @around

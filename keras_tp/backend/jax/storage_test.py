@@ -69,3 +69,20 @@ def test_the_gradient_of_a_stored_array_ends_in_zeros(variable):
     assert gradient.shape == (12, 2)
     np.testing.assert_array_equal(gradient[10:], 0)
     np.testing.assert_array_equal(gradient[:10], 2 * variable.numpy())
+
+
+def test_a_result_of_a_step_is_kept_as_it_is(variable):
+    value = variable._value * 2
+    assert value.sharding == variable._value.sharding
+    variable.assign(value)
+    assert variable._value is value
+
+
+def test_other_values_are_converted(variable):
+    sharding = variable._value.sharding
+    integers = jax.device_put(np.ones((12, 2), "int32"), sharding)
+    elsewhere = jax.device_put(np.ones((12, 2), "float32"))
+    for value in (integers, elsewhere):
+        variable.assign(value)
+        assert variable._value.dtype == "float32"
+        assert variable._value.sharding == sharding
