@@ -3,7 +3,6 @@
 Callbacks that write files write them in process 0 only.
 """
 
-import functools
 import json
 import os
 import shutil
@@ -46,7 +45,7 @@ def table():
         Hook(
             f"{folder}.callback_list:CallbackList",
             _MOMENTS,
-            _run_in_step,
+            around(_run_in_step),
             "callbacks run in step, and an error names a stuck process",
         ),
         methods_row(
@@ -82,24 +81,19 @@ def _print_in_first(original, *args, **kwargs):
         original(*args, **kwargs)
 
 
-def _run_in_step(original):
+def _run_in_step(original, self, *args, **kwargs):
     """Runs callbacks in the training loop, and notes which ones run.
 
     A callback may read values that are gathered from all processes. In a
     thread it could run before the next step in one process, and after it in
     another. Then their collectives would not match, and both would wait. One
-    process alone runs them as Keras does: each step calls them twice.
+    process alone runs them as Keras does.
     """
     if _processes().world_size() == 1:
-        return original
-
-    @functools.wraps(original)
-    def run_in_step(self, *args, **kwargs):
-        self._async_train = self._async_test = self._async_predict = False
-        with progress.callback(original.__name__):
-            return original(self, *args, **kwargs)
-
-    return run_in_step
+        return original(self, *args, **kwargs)
+    self._async_train = self._async_test = self._async_predict = False
+    with progress.callback(original.__name__):
+        return original(self, *args, **kwargs)
 
 
 def _end_in_first(original, self, logs=None):
