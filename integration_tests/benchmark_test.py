@@ -18,7 +18,12 @@ from integration_tests import launching
 
 ROOT = pathlib.Path(__file__).parent.parent
 RATIOS = {
-    "jax": {"keras_tp / keras"},
+    "jax": {
+        "keras_tp / keras",
+        "keras_tp / shard_map",
+        "keras / shard_map",
+        "keras, 1 device / jax, 1 device",
+    },
     "tensorflow": {"keras_tp / dtensor by hand"},
     "torch": {
         "keras_tp / parallelize_module",
