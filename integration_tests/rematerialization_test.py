@@ -64,6 +64,14 @@ def function():
     return keras.Model(inputs, x)
 
 
+def square():
+    """A column-parallel layer has as many units as inputs."""
+    inputs = keras.Input(X.shape[1:])
+    x = keras.layers.LayerNormalization()(inputs)
+    x = keras.layers.Dense(WIDTH, activation="gelu", name="up_1")(x)
+    return keras.Model(inputs, keras.layers.Dense(WIDTH, name="down_1")(x))
+
+
 def tokens():
     inputs = keras.Input((8,), dtype="int32")
     x = keras.layers.Embedding(32, WIDTH, name="lookup")(inputs)
@@ -97,7 +105,7 @@ def split(build, scope=None):
 
 
 CASES = [*((blocks, name) for name in SCOPES), (function, None)]
-CASES += [(tokens, "full"), (tokens, "list_of_layers")]
+CASES += [(square, "full"), (tokens, "full"), (tokens, "list_of_layers")]
 
 
 @pytest.mark.parametrize("build,scope", CASES)

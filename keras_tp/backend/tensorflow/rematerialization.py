@@ -35,7 +35,7 @@ def _recomputed(f, kwargs):
         def gradient(*upstream, variables=None):
             variables = list(variables or ())
             with tf.GradientTape() as tape:
-                again = [_after(x, upstream) for x in args]
+                again = [_after(x, upstream, variables) for x in args]
                 tape.watch([*again, *variables])
                 result = f(*again, **kwargs)
             found = tape.gradient(
@@ -52,15 +52,30 @@ def _recomputed(f, kwargs):
     return forward
 
 
-def _after(x, upstream):
+def _after(x, upstream, variables):
     """Returns `x`, which waits for a gradient.
 
     Without a new value, TensorFlow could take the results of the forward pass.
-    A gradient of the same shape is most often split like `x`.
+    A function without variables is elementwise most often, and the gradient is
+    split like `x`. A layer may split it along other dims. Then `x` waits for
+    one number of each example: DTensor adds them up, and gathers nothing.
     """
     if not x.dtype.is_floating:
         return tf.identity(x)
     alike = [dy for dy in upstream if dy.shape == x.shape]
-    dy = alike[0] if alike else tf.reduce_max(upstream[0])
+    if alike and not variables:
+        number = alike[0]
+    else:
+        number = _number_of_each_example(x, upstream)
     zero, nan = (tf.constant(value, x.dtype) for value in (0, float("nan")))
-    return x + tf.where(dy == dy, zero, nan)
+    return x + tf.where(number == number, zero, nan)
+
+
+def _number_of_each_example(x, upstream):
+    """Returns a tensor of shape `(batch, 1, ...)`, or of one number."""
+    rank = len(x.shape)
+    for dy in upstream:
+        if rank and len(dy.shape) and dy.shape[0] == x.shape[0]:
+            numbers = tf.reduce_max(dy, axis=list(range(1, len(dy.shape))))
+            return tf.reshape(numbers, [-1] + [1] * (rank - 1))
+    return tf.reduce_max(upstream[0])
