@@ -15,6 +15,8 @@ def matmul(original, a, b, *args, output_type=None, **kwargs):
 
     This is exact too. DTensor has no expansion of `BatchMatMulV3`, which takes
     them as they are. If the ranks differ, the contracted dims are split alike.
+    A product by one matrix is one product for all of the batch: the gradient of
+    a batched one has a copy of the matrix for each example, and adds them up.
     """
     if output_type is not None:
         a, b = tf.cast(a, output_type), tf.cast(b, output_type)
@@ -24,7 +26,10 @@ def matmul(original, a, b, *args, output_type=None, **kwargs):
     b = _weight_of_one_axis(b)
     ranks = [len(getattr(x, "shape", ())) for x in (a, b)]
     if min(ranks) > 1 and ranks[0] != ranks[1] and not args and not kwargs:
-        b = _summed_as(tf.convert_to_tensor(a), tf.convert_to_tensor(b))
+        a, b = tf.convert_to_tensor(a), tf.convert_to_tensor(b)
+        b = _summed_as(a, b)
+        if ranks[1] == 2:
+            return _times_matrix(tf.tensordot, a, b)
     return original(a, b, *args, **kwargs)
 
 
@@ -72,8 +77,14 @@ def tensordot(original, a, b, axes, name=None):
         if found is not None:
             return found
         b = _weight_of_one_axis(b)
-    if axes != [[-1], [0]] or len(b.shape) != 2 or not _may_be_split_within(a):
+    if axes != [[-1], [0]] or len(b.shape) != 2:
         return original(a, b, axes, name)
+    return _times_matrix(original, a, b, name)
+
+
+def _times_matrix(tensordot, a, b, name=None):
+    if not _may_be_split_within(a):
+        return tensordot(a, b, [[-1], [0]], name)
     letters = string.ascii_letters[: len(a.shape) - 1]
     return tf.einsum(f"{letters}y,yz->{letters}z", a, b)
 

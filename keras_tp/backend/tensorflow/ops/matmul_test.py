@@ -21,9 +21,14 @@ PRODUCTS = {
     "abcd,abce->de": ((2, 4, 6, 8), (2, 4, 6, 2)),
     "abcd,cde->abe": ((2, 4, 6, 8), (6, 8, 2)),
     "ab...,bc->ac...": ((2, 4, 6, 8), (4, 2)),
+    "abc,cde->abde": ((4, 6, 8), (8, 4, 2)),
     "matmul": ((4, 6, 8), (2, 4, 8, 6)),
+    "matmul by a matrix": ((4, 2, 6, 8), (8, 6)),
 }
-IN_CI = ("abc,abd->cd", "abc,bcd->ad", "abcd,abcd->c", "matmul")
+IN_CI = (
+    *("abc,cde->abde", "matmul by a matrix"),
+    *("abc,abd->cd", "abc,bcd->ad", "abcd,abcd->c", "matmul"),
+)
 SLOW = os.environ.get("KERAS_TP_SLOW") == "1"
 
 
@@ -41,7 +46,7 @@ def layout(rank, dim, mesh):
 
 
 def product_of(name):
-    if name == "matmul":
+    if name.startswith("matmul"):
         return keras.ops.matmul
     return lambda x, y: keras.ops.einsum(name, x, y)
 
@@ -86,6 +91,19 @@ def test_inputs_that_are_split_along_any_dims(name, weights, mesh):
                 atol=1e-4,
                 err_msg=f"split along {split}",
             )
+
+
+def test_the_gradient_of_a_matrix_has_no_copy_for_each_example(mesh):
+    """As a projection of attention has with plain Keras on TensorFlow."""
+    x, y = tf.ones((4, 6, 8)), tf.ones((8, 4, 2))
+    with placement.on_mesh(mesh.backend_mesh, "batch"):
+        step = tf.function(
+            lambda x, y: with_gradients(product_of("abc,cde->abde"), x, y)
+        )
+        graph = step.get_concrete_function(x, y).graph
+    products = [op for op in graph.get_operations() if "MatMul" in op.type]
+    assert products
+    assert max(len(op.outputs[0].shape) for op in products) == 2
 
 
 @pytest.mark.parametrize("rank", [3, 4, 5])
