@@ -101,7 +101,10 @@ def test_fit_looks_for_state_again_if_it_builds_something(one_device, listed):
     assert listed.count("adopt_state") == 2
     del listed[:]
     model.fit(x, x[:, :2], verbose=0)
-    assert listed == ["adopt_state"]
+    assert listed.count("adopt_state") == 1
+    if keras.config.backend() == "jax":
+        # Elsewhere a step may call the model again, and a call checks it.
+        assert "check_model" not in listed
 
 
 def test_an_optimizer_made_outside_is_adopted_by_a_later_fit(one_device):

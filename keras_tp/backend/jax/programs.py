@@ -9,6 +9,9 @@ one meanwhile. On CPUs, programs that overlap can fail:
   program with collectives starts after the previous one has ended. A train
   step does not wait: it takes the state that the previous step returns, which
   orders the two steps on every device.
+- XLA lets 32 programs be under way. The 33rd is launched by threads of that
+  pool, which wait in it. If they are all threads, no step can end: a deadlock.
+  So a step is launched when all but the last few have ended.
 - Across processes, messages are matched by order, not by program; overlapping
   programs receive each other's data. If the sizes differ, that is an error; if
   not, the values are wrong. So the process waits for the end of every program.
@@ -16,6 +19,7 @@ one meanwhile. On CPUs, programs that overlap can fail:
 `jax_cpu_enable_async_dispatch` applies to programs of one device only.
 """
 
+import collections
 import functools
 import threading
 import weakref
@@ -28,6 +32,9 @@ from keras_tp.backend.jax import processes
 _COLLECTIVES = (*collective_counter.OPCODES, "collective-broadcast")
 # In the HLO text of a program that updates donated state.
 _UPDATES = "input_output_alias"
+
+# Steps that may be under way: enough to keep the devices busy.
+_MOST_STEPS = 4
 
 # Executable -> whether its program has to run alone.
 _alone = weakref.WeakKeyDictionary()
@@ -77,11 +84,15 @@ def make_function(original, self, *args, **kwargs):
     function = original(self, *args, **kwargs)
     if jax.default_backend() != "cpu":
         return function
+    under_way = collections.deque()
 
     @functools.wraps(function)
     def noted(state, iterator):
+        if len(under_way) == _MOST_STEPS:
+            jax.block_until_ready(under_way.popleft())
         outputs, state = function(state, iterator)
         _note(outputs)
+        under_way.append(list(_last))
         return outputs, state
 
     return noted

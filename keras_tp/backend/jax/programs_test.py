@@ -1,3 +1,6 @@
+import argparse
+import pathlib
+
 import jax
 import keras
 import numpy as np
@@ -81,6 +84,37 @@ def test_a_step_of_fit_is_waited_for(mesh):
         model.fit(np.ones((4, 8)), np.ones((4, 8)), verbose=0)
         (result,) = programs._last
     assert result.size == 1
+
+
+def test_few_steps_are_under_way(monkeypatch):
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.extend)
+    results = [jax.numpy.ones(1) for _ in range(10)]
+    steps = iter(results)
+    step = programs.make_function(lambda self: lambda *_: (next(steps), 0), 0)
+    for _ in results:
+        step(0, None)
+    assert [id(x) for x in waited] == [id(x) for x in results[:-4]]
+
+
+@pytest.mark.slow
+def test_many_small_steps_never_hang(mesh, monkeypatch):
+    """Without a limit, this hung within a minute three times out of four."""
+    benchmarks = pathlib.Path(__file__).parents[3] / "benchmarks"
+    monkeypatch.syspath_prepend(str(benchmarks))
+    import decoder
+
+    monkeypatch.setattr(decoder, "SEQUENCE_LENGTH", 4)
+    monkeypatch.setattr(decoder, "BATCH_SIZE", 2)
+    options = argparse.Namespace(
+        devices=2, hidden=64, layers=2, jit=False, steps=300
+    )
+    x, y = decoder.make_data(options)
+    with decoder.distribution_of(dist, options).scope():
+        model = decoder.build_model(options)
+        for _ in range(12):
+            decoder.train_epoch(model, x, y)
+    assert np.isfinite(decoder.train_epoch(model, x, y))
 
 
 @pytest.mark.slow
