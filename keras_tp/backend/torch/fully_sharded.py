@@ -13,7 +13,9 @@ from keras_tp.backend.torch import placement
 
 def is_of_batch(mesh, dim):
     """Returns whether a mesh dim splits batches, and so gathers variables."""
-    return mesh.mesh_dim_names[dim] == batch_axis(mesh.ndim == 1)
+    # A mesh of the user's own may have no names.
+    names = mesh.mesh_dim_names
+    return names is not None and names[dim] == batch_axis(mesh.ndim == 1)
 
 
 def gathered_placements(kernel):

@@ -15,6 +15,9 @@ if "RANK" not in os.environ:
     pytest.skip("needs several processes", allow_module_level=True)
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 RNG = np.random.default_rng(0)
@@ -119,3 +122,26 @@ def test_a_dim_that_two_axes_split_is_reshaped():
         gradient = variable.value.grad.full_tensor()
     np.testing.assert_array_equal(found, value.reshape(2, 4, 3))
     np.testing.assert_array_equal(gradient, 2 * value)
+
+
+def test_tensors_of_torch_on_a_mesh_without_names():
+    """As in a module of `parallelize_module`, beside a distributed model."""
+    count = len(distribution.list_devices())
+    mesh = init_device_mesh("cpu", (count,))
+    rng = np.random.default_rng(0)
+    x = torch.tensor(rng.normal(size=(2, 3, 4 * count)), requires_grad=True)
+    up, down = torch.tensor(rng.normal(size=(2, 4 * count, 4 * count)))
+
+    def loss(x, up, down):
+        return (torch.matmul(torch.einsum("abc,cd->abd", x, up), down)).sum()
+
+    loss(x, up, down).backward()
+    with distribution.DataParallel().scope():
+        split = distribute_tensor(x.detach(), mesh).requires_grad_()
+        loss(
+            split,
+            distribute_tensor(up, mesh, [Shard(1)]),
+            distribute_tensor(down, mesh, [Shard(0)]),
+        ).backward()
+    found = split.grad.full_tensor()
+    torch.testing.assert_close(found, x.grad)

@@ -10,8 +10,11 @@ from torch.distributed.tensor import DTensor
 from keras_tp.backend.torch import local_tensors
 from keras_tp.backend.torch import placement
 
-# Bytes of the gradients that are updated together, if they are several.
+# Bytes of the gradients that are updated together, if they are several. On CPUs
+# the tensors of an update then stay in the cache; on GPUs each group costs a
+# dozen launches.
 _MOST_TOGETHER = 16 * 2**20
+_MOST_TOGETHER_ON_CPU = 2 * 2**20
 
 
 def update_shards(original):
@@ -71,7 +74,10 @@ def _groups(grads):
     groups, size = [], 0
     for position, gradient in enumerate(grads):
         nbytes = gradient.numel() * gradient.itemsize
-        if not groups or size + nbytes > _MOST_TOGETHER:
+        most = _MOST_TOGETHER
+        if gradient.device.type == "cpu":
+            most = _MOST_TOGETHER_ON_CPU
+        if not groups or size + nbytes > most:
             groups.append([])
             size = 0
         groups[-1].append(position)

@@ -191,7 +191,8 @@ def _mesh_dim(tensor):
     Returns `None` if no mesh dim splits its sequence.
     """
     axis = axis_of(_layout_of_layer(), tuple(tensor.shape))
-    names = tensor.device_mesh.mesh_dim_names
+    # A mesh of the user's own may have no names.
+    names = tensor.device_mesh.mesh_dim_names or ()
     return names.index(axis) if axis in names else None
 
 
