@@ -2,14 +2,12 @@
 
 from keras_tp.backend import rematerialization as remat
 from keras_tp.backend.hooks import Hook
-from keras_tp.backend.hooks import methods_row
 from keras_tp.backend.processes import callbacks
 from keras_tp.backend.processes import data_shards
 from keras_tp.backend.saving import one_writer
 from keras_tp.backend.tensorflow import batches
 from keras_tp.backend.tensorflow import errors
 from keras_tp.backend.tensorflow import functions
-from keras_tp.backend.tensorflow import late_callbacks
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
 from keras_tp.backend.tensorflow import rematerialization
@@ -34,11 +32,6 @@ TABLE = [
         "processes read batches in step, or stop with an error",
     ),
     *callbacks.table(),
-    methods_row(
-        "keras.src.callbacks.callback_list:CallbackList",
-        late_callbacks.LateCallbacks,
-        "the next step starts before callbacks read the loss of a step",
-    ),
     *data_shards.table(processes),
     *one_writer.table(_is_distributed, variables.exporting),
     Hook(

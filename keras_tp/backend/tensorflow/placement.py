@@ -256,14 +256,6 @@ def read(tensor):
     if layout.is_fully_replicated():
         # Unlike `unpack`, this does not block other threads.
         return np.array(tensor.numpy())
-    return read_parts(tensor)
-
-
-def read_parts(tensor):
-    """Returns a whole DTensor whose parts are all in this process.
-
-    Unlike `read`, this does not wait for steps that were started later.
-    """
     whole = tuple((0, size) for size in tensor.shape)
     return part_from(local_parts(tensor), whole)
 

@@ -1,5 +1,4 @@
 import contextlib
-import re
 import time
 
 import keras
@@ -113,62 +112,6 @@ def test_a_batch_is_drawn_while_the_step_before_it_runs():
     # Each epoch ends when its last step has ended.
     assert drawn.at_draws == [False, True, True] * 2
     assert model not in training._running
-
-
-class Losses(keras.callbacks.Callback):
-    """Notes the loss of each batch and the end of epochs and validations."""
-
-    def __init__(self, async_safe, drawn):
-        super().__init__()
-        self.async_safe = async_safe
-        self.drawn = drawn
-        self.noted, self.draws = [], []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.noted.append((batch, logs["loss"]))
-        self.draws.append(self.drawn.batches)
-
-    def on_test_begin(self, logs=None):
-        self.noted.append("validation")
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.noted.append(("epoch", epoch))
-
-
-def test_a_callback_that_may_run_late_runs_while_the_next_step_does():
-    noted, draws = [], []
-    for async_safe in (False, True):
-        with split().scope():
-            keras.utils.set_random_seed(0)
-            model, drawn = guarded_model(), Drawn()
-            losses = Losses(async_safe, drawn)
-            model.fit(
-                drawn.dataset(),
-                steps_per_epoch=3,
-                epochs=2,
-                validation_data=(np.ones((BATCH, 3)), np.ones((BATCH, 2))),
-                callbacks=[losses],
-                verbose=0,
-            )
-        noted.append(losses.noted)
-        draws.append(losses.draws)
-    assert noted[0] == noted[1]
-    assert draws == [[1, 2, 3, 4, 5, 6], [2, 3, 3, 5, 6, 6]]
-
-
-def test_progress_shows_the_loss_of_each_step(capsys):
-    def shown(scope):
-        with scope:
-            keras.utils.set_random_seed(0)
-            model = guarded_model()
-            data = batches(np.ones((3 * BATCH, 3)), np.ones((3 * BATCH, 2)))
-            model.fit(data, epochs=2, verbose=2)
-            model.evaluate(data, verbose=2)
-        return re.findall(r"loss: [0-9.e-]+", capsys.readouterr().out)
-
-    found = shown(split().scope())
-    assert len(found) == 3
-    assert found == shown(contextlib.nullcontext())
 
 
 def test_to_wait_for_a_step_is_not_to_wait_for_the_next():
