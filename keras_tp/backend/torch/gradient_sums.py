@@ -93,7 +93,7 @@ class _Buckets:
             self._launch(key)
 
     def finish(self):
-        """Launches what is left, and gives parameters their gradients."""
+        """Launches the last buckets, and sets the `grad` of each parameter."""
         for key in list(self._open):
             self._launch(key)
         for reference, (mesh, placements, shape), part in self._launched:
@@ -116,5 +116,5 @@ class _Buckets:
             self._launched.append((reference, result, part))
             parameter = reference()
             if parameter is not None:
-                # Frees what has been added up.
+                # The partial gradient is not needed any more.
                 parameter.grad = None
