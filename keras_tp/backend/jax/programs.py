@@ -89,7 +89,8 @@ def make_function(original, self, *args, **kwargs):
     @functools.wraps(function)
     def noted(state, iterator):
         if len(under_way) == _MOST_STEPS:
-            jax.block_until_ready(under_way.popleft())
+            oldest = under_way.popleft()
+            jax.block_until_ready([x for x in oldest if not x.is_deleted()])
         outputs, state = function(state, iterator)
         _note(outputs)
         under_way.append(list(_last))
