@@ -9,9 +9,10 @@ one meanwhile. On CPUs, programs that overlap can fail:
   program with collectives starts after the previous one has ended. A train
   step does not wait: it takes the state that the previous step returns, which
   orders the two steps on every device.
-- XLA lets 32 programs be under way. The 33rd is launched by threads of that
-  pool, which wait in it. If they are all threads, no step can end: a deadlock.
-  So a step is launched when all but the last few have ended.
+- Without a limit, many steps of about a millisecond hang, with plain Keras too.
+  The likely reason: XLA lets 32 programs be under way, and threads of that pool
+  wait to launch the next one. So a step is launched when all but the last few
+  have ended, and then none has been seen to hang.
 - Across processes, messages are matched by order, not by program; overlapping
   programs receive each other's data. If the sizes differ, that is an error; if
   not, the values are wrong. So the process waits for the end of every program.
