@@ -80,7 +80,29 @@ def tokens():
     return keras.Model(inputs, keras.layers.Dense(WIDTH, name="down_1")(up(x)))
 
 
-def train(build, scope=None):
+class AddsLoss(keras.layers.Layer):
+    """A layer in a layer, which adds a loss."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = keras.layers.ActivityRegularization(l2=0.01)
+
+    def call(self, x):
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.abs(x)))
+        return self.inner(x)
+
+
+def stateful():
+    """Layers that draw numbers, keep averages, add losses, or take options."""
+    inputs = keras.Input(X.shape[1:])
+    x = keras.layers.Dense(2 * WIDTH, activation="gelu", name="up_1")(inputs)
+    x = keras.layers.Dropout(0.5)(keras.layers.BatchNormalization()(x))
+    x = AddsLoss()(keras.layers.Dense(WIDTH, name="down_1")(x))
+    attention = keras.layers.MultiHeadAttention(4, 4, dropout=0.1)
+    return keras.Model(inputs, attention(x, x, use_causal_mask=True))
+
+
+def train(build, scope=None, run_eagerly=False):
     """Returns a trained model, its batch, and its losses."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(2)
@@ -89,7 +111,7 @@ def train(build, scope=None):
         x = X
         if model.input.dtype == "int32":
             x = np.arange(32, dtype="int32").reshape(4, 8)
-        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=run_eagerly)
         losses = [model.train_on_batch(x, X) for _ in range(3)]
     return model, x, losses
 
@@ -132,6 +154,30 @@ def test_it_repeats_no_collective(build, scope):
         # The figures of `docs/measured.md`.
         expected = 8 if keras.config.backend() == "torch" else 12
         assert counted["all_reduce"][0] == expected
+
+
+@pytest.mark.parametrize(
+    "scope,run_eagerly",
+    [("full", False), ("larger_than", False), ("full", True)],
+)
+def test_state_and_losses_are_those_of_one_device(scope, run_eagerly):
+    if scope not in SCOPES:
+        pytest.skip("Keras 3.15 raises")
+    one, _, expected = train(stateful)
+    mesh = harness.mesh(harness.fitted((1, 2)))
+    with distribution.TensorParallel(mesh, strict=False).scope():
+        model, _, losses = train(stateful, SCOPES[scope], run_eagerly)
+        assert harness.split_paths(model)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        # Averages and seeds too.
+        for a, b in zip(model.variables, one.variables, strict=True):
+            np.testing.assert_allclose(
+                keras.ops.convert_to_numpy(a),
+                keras.ops.convert_to_numpy(b),
+                rtol=1e-4,
+                atol=1e-6,
+                err_msg=a.path,
+            )
 
 
 @pytest.mark.parametrize("scope", [None, "full"])

@@ -2,14 +2,22 @@
 
 The backward pass would repeat a forward pass with its all-reduces. So their
 results get a name, and the forward pass keeps what has this name.
+
+`jax.checkpoint` alone traces arguments such as `training`, and lets the new
+values of variables, such as the state of random numbers in `Dropout`, escape
+from its trace. So these arguments are left out of the trace, and the new values
+are results of the function, which are assigned outside of it.
 """
 
 import threading
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from keras.src.backend.jax import core
 from keras.src.distribution.distribution_lib import TensorLayout
+
+from keras_tp.backend import rematerialization
 
 _NAME = "keras_tp_sum"
 
@@ -25,16 +33,33 @@ _state = _State()
 def keeping(f, plain):
     """See `backend.rematerialization.row`."""
 
-    def marked(*args, **kwargs):
-        _state.depth += 1
-        try:
-            return f(*args, **kwargs)
-        finally:
-            _state.depth -= 1
+    def remat(*args, **kwargs):
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        traced = {i: x for i, x in enumerate(leaves) if _is_array(x)}
+        passes = []
 
-    return jax.checkpoint(
-        marked, policy=jax.checkpoint_policies.save_only_these_names(_NAME)
-    )
+        def marked(traced):
+            merged = [traced.get(i, x) for i, x in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(structure, merged)
+            _state.depth += 1
+            try:
+                with rematerialization.Pass() as noted:
+                    result = f(*args, **kwargs)
+            finally:
+                _state.depth -= 1
+            passes.append(noted)
+            return result, noted.values, noted.losses
+
+        policy = jax.checkpoint_policies.save_only_these_names(_NAME)
+        result, values, losses = jax.checkpoint(marked, policy=policy)(traced)
+        rematerialization.apply(f, passes[-1], values, losses)
+        return result
+
+    return remat
+
+
+def _is_array(x):
+    return isinstance(x, (jax.Array, np.ndarray))
 
 
 def summed(result, kernel, *dims):

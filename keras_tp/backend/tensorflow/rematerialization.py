@@ -9,6 +9,7 @@ import functools
 import tensorflow as tf
 from tensorflow.python.eager import record
 
+from keras_tp.backend import rematerialization
 from keras_tp.backend.tensorflow import placement
 
 
@@ -17,29 +18,38 @@ def keeping(f, plain):
 
     @functools.wraps(plain)
     def remat(*args, **kwargs):
-        if tf.executing_eagerly():
-            return plain(*args, **kwargs)
-        return _recomputed(f, kwargs)(*args)
+        passes = []
+        result, losses = _recomputed(f, kwargs, passes)(*args)
+        (first,) = passes
+        rematerialization.apply(f, first, first.values, losses)
+        return result
 
     return remat
 
 
-def _recomputed(f, kwargs):
-    """Returns a function of `args` that its gradient computes again."""
+def _recomputed(f, kwargs, passes):
+    """Returns a function of `args` that its gradient computes again.
+
+    It returns the result of `f` and a list of the losses that layers add, and
+    appends the `Pass` in which it ran.
+    """
 
     @placement.custom_gradient
     def forward(*args):
-        with record.stop_recording():
+        with record.stop_recording(), rematerialization.Pass() as first:
             result = f(*args, **kwargs)
+        passes.append(first)
+        before = [(v, tf.convert_to_tensor(v.value)) for v in first.changed]
 
         def gradient(*upstream, variables=None):
             variables = list(variables or ())
             with tf.GradientTape() as tape:
                 again = [_after(x, upstream, variables) for x in args]
                 tape.watch([*again, *variables])
-                result = f(*again, **kwargs)
+                with rematerialization.Pass(before) as second:
+                    result = f(*again, **kwargs)
             found = tape.gradient(
-                tf.nest.flatten(result),
+                tf.nest.flatten((result, second.losses)),
                 [*again, *variables],
                 output_gradients=list(upstream),
                 unconnected_gradients=tf.UnconnectedGradients.ZERO,
@@ -47,7 +57,7 @@ def _recomputed(f, kwargs):
             of_args, of_variables = found[: len(args)], found[len(args) :]
             return (of_args, of_variables) if variables else of_args
 
-        return result, gradient
+        return (result, first.losses), gradient
 
     return forward
 

@@ -6,6 +6,8 @@ import torch
 from keras.src.backend.common import global_state
 from torch.utils import checkpoint
 
+from keras_tp.backend import rematerialization
+
 _SCOPES = "name_scope_stack"
 
 
@@ -27,8 +29,9 @@ def keeping(f, plain):
     def remat(*args, **kwargs):
         if torch.compiler.is_compiling():
             return plain(*args, **kwargs)
-        return checkpoint.checkpoint(
-            _in_same_scopes(f),
+        passes = []
+        result = checkpoint.checkpoint(
+            _in_same_scopes(_alike(f, passes)),
             *args,
             use_reentrant=False,
             context_fn=_contexts,
@@ -37,8 +40,27 @@ def keeping(f, plain):
             early_stop=False,
             **kwargs,
         )
+        (first,) = passes
+        rematerialization.apply(f, first, first.values, first.losses)
+        return result
 
     return remat
+
+
+def _alike(f, passes):
+    """Wraps a function: each call after the first one computes the same."""
+    before = []
+
+    @functools.wraps(f)
+    def run(*args, **kwargs):
+        with rematerialization.Pass(before) as noted:
+            result = f(*args, **kwargs)
+        if not passes:
+            passes.append(noted)
+            before.extend((v, v.value.clone()) for v in noted.changed)
+        return result
+
+    return run
 
 
 def _in_same_scopes(f):
