@@ -72,6 +72,30 @@ def test_step_time(tmp_path):
         assert output.count(f"{name}: ratio of medians") == 1
 
 
+SMALL = ("--hidden", "64", "--layers", "1", "--steps", "2", "--rounds", "2")
+
+
+@pytest.mark.skipif(keras.config.backend() != "torch", reason="of torch")
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [
+        ("data_parallel.py", "19 variables, ratio of medians"),
+        ("keras_over_torch.py", "all"),
+    ],
+)
+def test_benchmarks_of_torch(script, printed):
+    assert printed in run(script, *SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(keras.config.backend() != "jax", reason="of JAX")
+def test_overlap():
+    pytest.importorskip("jax_plugins.xla_cuda12")
+    output = run("overlap.py", "--targets", "h100", "--ways", "tensor parallel")
+    # Two blocks of four all-reduces; table, head and loss have the others.
+    assert "12 of 13" in output
+
+
 @pytest.mark.skipif(shutil.which("nvidia-smi"), reason="there is a GPU")
 def test_the_gpu_script_without_a_gpu(tmp_path):
     done = subprocess.run(

@@ -9,6 +9,7 @@ import h5py
 import keras
 import numpy as np
 import pytest
+from keras.src.callbacks import callback_list
 
 from integration_tests import harness
 from keras_tp.backend import distribution_lib
@@ -223,3 +224,53 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
         resumed = fit_shuffled(model, str(tmp_path / "cut"))
     for path, value in expected.items():
         np.testing.assert_array_equal(resumed[path], value, err_msg=path)
+
+
+class Looks(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.losses.append(logs["loss"])
+
+
+class LooksAtAny(Looks):
+    on_train_batch_end = keras.callbacks.Callback.on_train_batch_end
+
+    def on_batch_end(self, batch, logs=None):
+        self.losses.append(logs["loss"])
+
+
+def set_on_the_instance():
+    callback = Looks()
+    looks = callback.on_train_batch_end
+    lambda_callback = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: looks(batch, logs)
+    )
+    lambda_callback.losses = callback.losses
+    return lambda_callback
+
+
+def test_numbers_of_a_batch_are_read_only_for_a_callback(monkeypatch):
+    read = []
+    original = callback_list.python_utils.pythonify_logs
+    monkeypatch.setattr(
+        callback_list.python_utils,
+        "pythonify_logs",
+        lambda logs: read.append(bool(logs)) or original(logs),
+    )
+    with harness.model_parallel(LAYOUTS, harness.fitted((1, 2))).scope():
+        model = network()
+        fit(model, [])
+        # The end of each epoch, and of training.
+        batches = 3 if keras.config.backend() == "tensorflow" else 0
+        assert sum(read) == (batches + 1) * EPOCHS + 1
+        for make in (Looks, LooksAtAny, set_on_the_instance):
+            read.clear()
+            looks = make()
+            losses = fit(model, [looks])
+            assert len(looks.losses) == 3 * EPOCHS
+            # The loss of an epoch is the mean so far.
+            np.testing.assert_allclose(looks.losses[2::3], losses, rtol=1e-6)
+            assert sum(read) == 4 * EPOCHS + 1

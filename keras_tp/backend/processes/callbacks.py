@@ -9,6 +9,8 @@ import shutil
 import tempfile
 
 from keras.src.callbacks import orbax_checkpoint
+from keras.src.distribution.distribution_lib import distribution
+from keras.src.utils.python_utils import is_default
 
 from keras_tp.backend import current
 from keras_tp.backend import random_state
@@ -32,8 +34,14 @@ _MOMENTS = tuple(
 _SAVING_ORBAX = "Saving with `OrbaxCheckpoint`"
 
 
-def table():
-    """Returns the rows of a hook table."""
+def table(read_all=False):
+    """Returns the rows of a hook table.
+
+    Args:
+        read_all: Whether the numbers of each batch are read, as in plain Keras,
+            even if no callback looks at them. To read them is to wait for the
+            step. Defaults to `False`.
+    """
     folder = "keras.src.callbacks"
     return [
         Hook(
@@ -45,7 +53,7 @@ def table():
         Hook(
             f"{folder}.callback_list:CallbackList",
             _MOMENTS,
-            around(_run_in_step),
+            around(_run_in_step if read_all else _run_if_read),
             "callbacks run in step, and an error names a stuck process",
         ),
         methods_row(
@@ -94,6 +102,26 @@ def _run_in_step(original, self, *args, **kwargs):
     self._async_train = self._async_test = self._async_predict = False
     with progress.callback(original.__name__):
         return original(self, *args, **kwargs)
+
+
+def _run_if_read(original, self, *args, **kwargs):
+    """Reads the numbers of a batch only if a callback looks at them."""
+    if not _is_unread(self.callbacks, original.__name__):
+        return _run_in_step(original, self, *args, **kwargs)
+
+
+def _is_unread(callbacks, moment):
+    """Returns whether no callback does anything at the end of a batch."""
+    if not moment.endswith("_batch_end") or distribution() is None:
+        return False
+    moments = {moment}
+    if moment == "on_train_batch_end":
+        moments.add("on_batch_end")
+    return all(
+        is_default(getattr(callback, name))
+        for callback in callbacks
+        for name in moments
+    )
 
 
 def _end_in_first(original, self, logs=None):

@@ -31,7 +31,8 @@ TABLE = [
         batches.hook_epoch_iterator,
         "processes read batches in step, or stop with an error",
     ),
-    *callbacks.table(),
+    # After an error, DTensor can raise it again for a step that was under way.
+    *callbacks.table(read_all=True),
     *data_shards.table(processes),
     *one_writer.table(_is_distributed, variables.exporting),
     Hook(

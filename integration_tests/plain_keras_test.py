@@ -1,0 +1,68 @@
+"""What `docs/keras.md` says of plain Keras is true of the installed one.
+
+A test that fails here says that Keras has changed: correct that page.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras.src.callbacks import callback_list
+
+from integration_tests import harness
+
+BACKEND = keras.config.backend()
+X = np.random.default_rng(0).normal(size=(12, 6)).astype("float32")
+
+
+def fitted(layer, mode):
+    """Trains a layer that is computed again in the backward pass."""
+    harness.assert_plain()
+    with keras.RematScope(mode=mode):
+        inputs = keras.Input((6,))
+        model = keras.Model(inputs, layer(inputs))
+    model.compile("sgd", "mse")
+    model.fit(X, X, batch_size=12, verbose=0)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="of JAX")
+@pytest.mark.parametrize(
+    "layer", [keras.layers.Dropout, keras.layers.BatchNormalization]
+)
+def test_jax_cannot_compute_layers_with_state_again(layer):
+    layer = layer(0.5) if layer is keras.layers.Dropout else layer()
+    with pytest.raises(RuntimeError, match="automatically build"):
+        fitted(layer, "full")
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow")
+def test_tensorflow_cannot_compute_layers_again():
+    with pytest.raises(ValueError, match="keywords arguments only when eager"):
+        fitted(keras.layers.Dense(6), "full")
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="of torch")
+def test_torch_moves_averages_twice():
+    averages = []
+    for mode in ("activations", "full"):
+        layer = keras.layers.BatchNormalization(momentum=0.5)
+        fitted(layer, mode)
+        averages.append(keras.ops.convert_to_numpy(layer.moving_mean))
+    once, again = averages
+    np.testing.assert_allclose(once, X.mean(0) / 2, rtol=1e-4, atol=1e-6)
+    assert np.abs(again).sum() > 1.4 * np.abs(once).sum()
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX reads them in a thread")
+def test_numbers_of_each_batch_are_read(monkeypatch):
+    harness.assert_plain()
+    read = []
+    original = callback_list.python_utils.pythonify_logs
+    monkeypatch.setattr(
+        callback_list.python_utils,
+        "pythonify_logs",
+        lambda logs: read.append(bool(logs)) or original(logs),
+    )
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(6)])
+    model.compile("sgd", "mse")
+    model.fit(X, X, batch_size=4, verbose=0)
+    assert sum(read) == 3 + 2
