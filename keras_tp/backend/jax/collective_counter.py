@@ -101,7 +101,7 @@ def count(text):
 
 def _count(module, computation, times, seen, total):
     for instruction in module.instructions(computation):
-        for found in collectives_of(module, instruction, seen):
+        for found in collectives_of(module, computation, instruction, seen):
             total[found.kind][0] += times * len(found.sizes)
             total[found.kind][1] += times * sum(found.sizes)
         if instruction.opcode in hlo.CONTROL:
@@ -111,11 +111,12 @@ def _count(module, computation, times, seen, total):
                     _count(module, name, inner, seen, total)
 
 
-def collectives_of(module, instruction, seen):
+def collectives_of(module, computation, instruction, seen):
     """Returns the collectives of one instruction, and of what it fuses.
 
     Args:
         module: `hlo.Module`.
+        computation: String, name of the computation with the instruction.
         instruction: `hlo.Instruction`.
         seen: Set, to which this adds. The compiler for TPUs clones collectives
             into the fusions that start and end them; a clone is not counted.
@@ -123,7 +124,7 @@ def collectives_of(module, instruction, seen):
     Returns:
         List of `Collective`.
     """
-    found = _collective(module, instruction)
+    found = _collective(module, computation, instruction)
     if found is not None:
         key = _key(instruction, found)
         if key is None or key not in seen:
@@ -137,7 +138,7 @@ def collectives_of(module, instruction, seen):
         if name not in module:
             continue
         for inner in module.instructions(name):
-            inside += collectives_of(module, inner, seen)
+            inside += collectives_of(module, name, inner, seen)
     if any(name.startswith(_SCATTER_FUSION) for name in instruction.called):
         sizes = [array.nbytes for array in instruction.results]
         return [
@@ -164,7 +165,7 @@ def start_of_done(instruction):
     return None
 
 
-def _collective(module, instruction):
+def _collective(module, computation, instruction):
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in OPCODES:
         return None
@@ -184,6 +185,10 @@ def _collective(module, instruction):
     elif is_start and opcode != "all-reduce":
         # A start operation returns its operands, then its results.
         sizes = sizes[len(sizes) // 2 :]
+    if opcode == "all-reduce" and _is_of_one_dim(instruction):
+        # On GPUs, small tensors are summed as parts of one.
+        parts = module.joined(computation, instruction.operands[0])
+        sizes = [array.nbytes for array in parts] or sizes
     group = (inner[0] if inner else instruction).group
     if not group:
         group = tuple(range(module.device_count))
@@ -193,6 +198,16 @@ def _collective(module, instruction):
         group,
         is_start and '"is_sync":true' not in instruction.text,
     )
+
+
+def _is_of_one_dim(instruction):
+    """Returns whether XLA made an all-reduce of one array of one dim.
+
+    It has no name of an operation then.
+    """
+    shapes = [array.shape for array in instruction.results]
+    is_named = instruction.attribute(r'op_name="([^"]+)"')
+    return len(shapes) == 1 and len(shapes[0]) == 1 and not is_named
 
 
 def _key(instruction, found):

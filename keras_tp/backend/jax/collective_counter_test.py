@@ -107,6 +107,32 @@ def test_combined_started_looped_and_branched_operations():
     }
 
 
+def test_tensors_that_are_concatenated_count_one_by_one():
+    """XLA for GPUs sums small tensors as parts of one."""
+    text = """
+HloModule m, num_partitions=2
+
+%joined (a: f32[32], b: f32[2048]) -> f32[2080] {
+  %a = f32[32]{0} parameter(0)
+  %b = f32[2048]{0} parameter(1)
+  ROOT %c = f32[2080]{0} concatenate(%a, %b), dimensions={0}
+}
+
+ENTRY %main (x: f32[32], y: f32[2048], z: f32[7]) -> f32[2080] {
+  %x = f32[32]{0} parameter(0)
+  %y = f32[2048]{0} parameter(1)
+  %z = f32[7]{0} parameter(2)
+  %both = f32[2080]{0} fusion(%x, %y), kind=kLoop, calls=%joined
+  %alone = f32[7]{0} all-reduce(%z), channel_id=1, replica_groups={{0,1}}, to_apply=%sum
+  %named = f32[2080]{0} all-reduce(%both), channel_id=2, replica_groups={{0,1}}, to_apply=%sum, metadata={op_name="a sum of the model"}
+  %start = f32[2080]{0} all-reduce-start(%both), channel_id=3, replica_groups={{0,1}}, to_apply=%sum
+  ROOT %done = f32[2080]{0} all-reduce-done(%start)
+}
+"""  # noqa: E501
+    found = collective_counter.count(text)
+    assert found["all_reduce"] == (1 + 1 + 2, (7 + 2080 + 2080) * 4)
+
+
 def test_tpu_clones_count_once_and_others_do_not():
     """Those of `shard_map` have one channel, and in one layer one name."""
     text = """

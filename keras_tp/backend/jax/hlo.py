@@ -128,6 +128,25 @@ class Module:
         """
         return list(self.by_name(name).values())
 
+    def joined(self, computation, name):
+        """Returns the arrays that an instruction concatenates.
+
+        Args:
+            computation: String, name of its computation.
+            name: String, name of the instruction, which may be a fusion.
+
+        Returns:
+            List of `Array`; empty if it concatenates nothing.
+        """
+        inside = self.by_name(computation)
+        last = inside.get(name)
+        if last is not None and last.opcode == "fusion":
+            inside = self.by_name(last.called[0])
+            last = list(inside.values())[-1]
+        if last is None or last.opcode != "concatenate":
+            return []
+        return [inside[part].results[0] for part in last.operands]
+
     def by_name(self, name):
         """Returns a dict of name to instruction of a computation."""
         if name not in self._found:

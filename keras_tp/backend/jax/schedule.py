@@ -36,7 +36,7 @@ def _add(module, computation, times, found, seen):
                     _add(module, name, inner, found, seen)
             continue
         collectives = collective_counter.collectives_of(
-            module, instruction, seen
+            module, computation, instruction, seen
         )
         for collective in collectives:
             found.append(
