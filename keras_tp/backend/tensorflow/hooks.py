@@ -8,6 +8,7 @@ from keras_tp.backend.saving import one_writer
 from keras_tp.backend.tensorflow import batches
 from keras_tp.backend.tensorflow import errors
 from keras_tp.backend.tensorflow import functions
+from keras_tp.backend.tensorflow import gradient_sums
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
 from keras_tp.backend.tensorflow import rematerialization
@@ -128,6 +129,13 @@ TABLE = [
         "gradient",
         errors.hook_gradient,
         "an operation whose gradient DTensor lacks is named in a custom loop",
+    ),
+    Hook(
+        "tensorflow.python.ops.gen_math_ops",
+        "add_n",
+        gradient_sums.hook_add_n,
+        "gradients of several products are added up before one sum over the "
+        "devices",
     ),
     Hook(
         _TRAINER,
