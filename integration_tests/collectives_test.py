@@ -161,6 +161,16 @@ def transformer(blocks, length, hidden, heads, intermediate):
     return keras.Model(inputs, x, name="transformer")
 
 
+def one_by_one():
+    """Whether input gradients of query, key and value are reduced one by one.
+
+    XLA's CPU pipeline does not add them before, as its GPU and TPU pipelines
+    do: two more all-reduces for each block.
+    """
+    on_cpu = distribution.list_devices()[0].startswith("cpu")
+    return keras.config.backend() == "jax" and on_cpu
+
+
 @SHAPES
 def test_two_transformer_blocks(shape):
     length, hidden = 6, 20
@@ -171,16 +181,28 @@ def test_two_transformer_blocks(shape):
     x = np.arange(24, dtype="int32").reshape(BATCH, length)
     y = floats(BATCH, length, hidden)
     activation = BATCH * length * hidden * 4
-    # Two forward and two backward for each block. XLA's CPU pipeline does not
-    # add the input gradients of query, key and value before it reduces them,
-    # as its GPU and TPU pipelines do: two more for each block.
-    one_by_one = (
-        keras.config.backend() == "jax"
-        and distribution.list_devices()[0].startswith("cpu")
-    )
-    count = 12 if one_by_one else 8
+    # Two forward and two backward for each block.
+    count = 12 if one_by_one() else 8
     assert counts(model, x, y) == {"all_reduce": (count, count * activation)}
     assert counts(model, x) == {"all_reduce": (4, 4 * activation)}
+
+
+@SHAPES
+def test_projections_beside_a_residual_connection(shape):
+    """As in BERT: the input of queries, keys and values is added to later."""
+    length, hidden = 6, 20
+    layouts = zoo.attention_layouts("attention")
+    with harness.model_parallel(layouts, shape).scope():
+        inputs = keras.Input((length,), dtype="int32")
+        x = layers.Embedding(24, hidden, name="tokens")(inputs)
+        y = layers.MultiHeadAttention(4, 5, name="attention")(x, x)
+        model = keras.Model(inputs, layers.Add()([x, y]), name="residual")
+        model.compile("sgd", "mse")
+    x = np.arange(24, dtype="int32").reshape(BATCH, length)
+    count = 4 if one_by_one() else 2
+    assert counts(model, x, floats(BATCH, length, hidden)) == {
+        "all_reduce": (count, count * BATCH * length * hidden * 4)
+    }
 
 
 def everything(model):

@@ -128,6 +128,27 @@ def test_a_block_costs_four_all_reduces(target, tmp_path):
 
 @on_jax
 @pytest.mark.parametrize("target", [needed("h100")])
+def test_projections_beside_a_residual_connection_share_a_sum(target):
+    """As in BERT: the input of queries, keys and values is added to later."""
+
+    def build_residual():
+        x = inputs = keras.Input((LENGTH, HIDDEN))
+        x = keras.layers.Dense(HIDDEN, name="first")(x)
+        y = keras.layers.MultiHeadAttention(HEADS, HIDDEN // HEADS)(x, x)
+        return keras.Model(inputs, x + y)
+
+    mesh = dist.DeviceMesh((2,), ["model"], ["gpu:0", "gpu:1"])
+    plan = dist.plan_sharding(build_residual, mesh)
+    report = dist.compile_for(
+        build_residual, plan.distribution(), target, batch_size=2, loss="mse"
+    )
+    assert plan.collectives(2) == {"all_reduce": (2, SIZE)}
+    row = report.collectives["all_reduce"]
+    assert (row["count"], row["bytes"]) == (2, SIZE)
+
+
+@on_jax
+@pytest.mark.parametrize("target", [needed("h100")])
 def test_the_law_holds_at_a_third_depth(target):
     arguments = (None, target, DEVICES)
     kwargs = {"batch_size": BATCH, "loss": "mse"}

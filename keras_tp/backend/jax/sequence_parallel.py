@@ -26,6 +26,7 @@ from keras.src.distribution.distribution_lib import distribution
 from keras_tp.backend.fully_sharded import as_it_is
 from keras_tp.backend.jax import in_shard_map
 from keras_tp.backend.jax import rematerialization
+from keras_tp.backend.jax import shared_inputs
 from keras_tp.backend.jax import storage
 from keras_tp.backend.sequence_parallel import SEQUENCE
 from keras_tp.backend.sequence_parallel import axis_of
@@ -186,7 +187,7 @@ def matmul(original, x1, x2):
         if x1.ndim == 3:
             result = product("abd,de->abe", x1, kernel, original)
     if result is None:
-        x1 = whole_before(x1, x2)
+        x1 = shared_inputs.copied(whole_before(x1, x2), x2)
         result = storage.product(lambda kernel: original(x1, kernel), x2)
     return result
 
@@ -334,7 +335,7 @@ class Functions:
 
         result = product(subscripts, x, kernel_of(kernel), multiply)
         if result is None:
-            x = whole_before(x, kernel)
+            x = shared_inputs.copied(whole_before(x, kernel), kernel)
             result = storage.product(lambda w: multiply(x, w), kernel)
         inputs, output = subscripts.split("->")
         of_kernel = inputs.split(",")[1]
