@@ -149,3 +149,20 @@ def test_plan_survey(names):
         )
         assert expected.count("\n") == len(names)
     assert output == expected
+
+
+@pytest.mark.skipif(
+    keras.config.backend() == "jax",
+    reason="XLA for CPUs sums gradients of projections one by one",
+)
+def test_collectives_survey(tmp_path):
+    arguments = "collectives_survey.py", "llama", "--folder", str(tmp_path)
+    key = f"{keras.config.backend()}/2/llama"
+    assert f"{key} equal" in run(*arguments)
+    row = json.loads((tmp_path / "collectives_survey.json").read_text())[key]
+    assert row["predicted"] == row["counted"]
+    count, size = row["counted"]["all_reduce"]
+    line = f"| llama | all-reduce | {count}: {size} | {count}: {size} | equal |"
+    assert line in (tmp_path / "collectives.md").read_text()
+    # What is counted already is kept.
+    assert run(*arguments) == ""

@@ -5,23 +5,19 @@
 """
 
 import os
-import pathlib
-import sys
 
 import keras
 import numpy as np
 import pytest
 
 from integration_tests import harness
+from integration_tests import hub_backbones
 from integration_tests import hub_models
 from keras_tp import distribution
 
-BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 # CI has time for one, which reads weights while it is made. It has as many
 # devices as heads.
 QUICK = ["DINOV2"]
-# One step of SGD with this rate changes outputs by less than rounding grows.
-RATE = 1e-3
 # Of the largest number; many of these models have no scale to speak of.
 TOLERANCE = 2e-4
 # Rounding alone moves these more in float32.
@@ -31,33 +27,6 @@ if keras.config.backend() == "jax":
     # JAX has no float64 by default. BLIP2 normalizes its small query tokens,
     # so an error of rounding in them grows by 1000.
     IN_FLOAT64, TOLERANCES = (), {"BLIP2": 5e-4}
-# Models of the survey that plain Keras does not train here.
-NOT_TRAINED = {
-    "DFine": "its decoder wants more positions than small images have",
-    "SAM": "Keras compares its outputs with targets of other shapes",
-    "SAM3PromptableConcept": "needs torchvision on torch",
-    "SigLIP": "its two outputs have one name, which `compile` refuses",
-}
-if keras.config.backend() != "torch":
-    NOT_TRAINED["StableDiffusion3"] = "its scheduler reads a traced number"
-# Model -> the operation that DTensor cannot run, on TensorFlow.
-REFUSED = {}
-if keras.config.backend() == "tensorflow":
-    REFUSED = {"Gemma3n": "Reshape", "RWKV7": "TensorListStack"}
-
-
-def survey():
-    """Returns builders by name, what inputs they need, and `gather_outputs`."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import plan_survey
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return (
-        plan_survey.builders(),
-        plan_survey.INPUT_SPECS,
-        plan_survey.LEAST_GATHERED,
-    )
 
 
 def names():
@@ -66,32 +35,11 @@ def names():
         return given.split(",")
     if os.environ.get("KERAS_TP_SLOW") != "1":
         return QUICK
-    return [name for name in survey()[0] if name not in NOT_TRAINED]
-
-
-def inputs_of(model, spec):
-    """Returns a batch for a model: values that are possible as inputs."""
-    rng = np.random.default_rng(5)
-    given = {}
-    if isinstance(spec, dict):
-        given = {name: getattr(s, "shape", s) for name, s in spec.items()}
-    elif spec is not None:
-        tensors = keras.tree.flatten(model.input)
-        shapes = [getattr(s, "shape", s) for s in spec]
-        given = dict(zip([t.name for t in tensors], shapes, strict=True))
-
-    def values(tensor):
-        shape = given.get(tensor.name, tensor.shape)[1:]
-        shape = (2, *(size or hub_models.LENGTH for size in shape))
-        if "mask" in tensor.name or tensor.dtype == "bool":
-            return np.ones(shape, tensor.dtype)
-        if "int" in tensor.dtype:
-            few = any(k in tensor.name for k in ("segment", "position", "ind"))
-            low, high = (0, 2) if few else (1, hub_models.VOCABULARY)
-            return rng.integers(low, high, shape).astype("int32")
-        return rng.standard_normal(shape, "float32")
-
-    return keras.tree.map_structure(values, model.input)
+    return [
+        name
+        for name in hub_backbones.survey()[0]
+        if name not in hub_backbones.NOT_TRAINED
+    ]
 
 
 def numbers(structure):
@@ -119,15 +67,10 @@ def assert_counted_as_planned(name, plan, model, x, outputs, targets):
     """
     counted = distribution.count_collectives(model, x, targets)
     found = {kind: tuple(pair) for kind, pair in counted.items() if pair[0]}
-    if plan.without_rule or not all(row.is_predicted for row in plan.variables):
+    if hub_backbones.reasons(plan):
         return
-    expected = plan.collectives(2, hub_models.LENGTH)
-    count, size = expected["all_reduce"]
-    arrays = [np.asarray(leaf) for leaf in keras.tree.flatten(outputs)]
-    for of_output in plan.split_outputs:
-        nbytes = of_output.at(2, hub_models.LENGTH)
-        array = next(array for array in arrays if array.nbytes == nbytes)
-        count, size = count + 1, size + array.nbytes // array.shape[-1]
+    expected = hub_backbones.predicted(plan, outputs)
+    count, _ = expected["all_reduce"]
     if name in ROUTED:
         # Of its gradient, a part is gathered in each layer.
         assert found.pop("all_gather")[0] == hub_models.LAYERS
@@ -139,8 +82,7 @@ def assert_counted_as_planned(name, plan, model, x, outputs, targets):
         numbers_of["all_reduce"] += BYTES_NOT_PREDICTED[name]
         assert {kind: pair[0] for kind, pair in found.items()} == numbers_of
         return
-    expected["all_reduce"] = count, size
-    assert found == {kind: pair for kind, pair in expected.items() if pair[0]}
+    assert found == expected
 
 
 def run(build, spec, weights=None):
@@ -154,14 +96,10 @@ def run(build, spec, weights=None):
         weights = model.get_weights()
     else:
         model.set_weights(weights)
-    x = inputs_of(model, spec)
+    x = hub_backbones.inputs_of(model, spec)
     before = model.predict_on_batch(x)
     targets = keras.tree.map_structure(np.zeros_like, before)
-    losses = keras.tree.map_structure(lambda _: "mse", before)
-    is_task = hasattr(model, "backbone")
-    # Theirs are for labels.
-    kwargs = {"metrics": [], "weighted_metrics": []} if is_task else {}
-    model.compile(keras.optimizers.SGD(RATE), losses, **kwargs)
+    hub_backbones.compile_model(model)
     model.train_on_batch(x, targets)
     after = model.predict_on_batch(x)
     return (model, x, targets), before, after, weights
@@ -170,11 +108,7 @@ def run(build, spec, weights=None):
 def run_split(name, build, spec, weights):
     """Returns a distribution, and what `run` returns under it."""
     mesh = harness.mesh(harness.fitted((1, 4 if name in QUICK else 2)))
-    # Layers without a name are numbered: the plan and the model alike.
-    keras.utils.clear_session()
-    plan = distribution.plan_sharding(
-        build, mesh, spec, gather_outputs=survey()[-1]
-    )
+    plan = hub_backbones.plan_of(name, mesh)
     # DeepLabV3 has a kernel above 1 MiB that is not split.
     strict = name != "DeepLabV3"
     parallel = distribution.TensorParallel(plan=plan, strict=strict)
@@ -188,15 +122,16 @@ def test_backbone(name, request):
     if name in IN_FLOAT64:
         request.addfinalizer(lambda: keras.config.set_floatx("float32"))
         keras.config.set_floatx("float64")
-    builders, specs, _ = survey()
+    builders, specs, _ = hub_backbones.survey()
     build, spec = builders[name], specs.get(name)
     _, *expected, weights = run(build, spec)
     expected = [numbers(outputs) for outputs in expected]
     assert any(
         not np.array_equal(a, b) for a, b in zip(*expected, strict=True)
     ), "the train step changed nothing"
-    if name in REFUSED:
-        with pytest.raises(NotImplementedError, match=REFUSED[name]):
+    if name in hub_backbones.REFUSED:
+        refused = hub_backbones.REFUSED[name]
+        with pytest.raises(NotImplementedError, match=refused):
             run_split(name, build, spec, weights)
         return
     parallel, ((model, x, targets), *found, _) = run_split(
@@ -216,8 +151,8 @@ def test_backbone(name, request):
         parallel, ((model, x, targets), *found, _) = run_split(
             name, build, spec, weights
         )
-    if keras.config.backend() == "torch":
-        # XLA and TensorFlow combine the all-reduces of some gradients.
+    if keras.config.backend() != "jax":
+        # XLA for CPUs sums the gradients of some projections one by one.
         assert_counted_as_planned(
             name, parallel.plan, model, x, found[0], targets
         )

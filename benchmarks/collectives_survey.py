@@ -1,0 +1,343 @@
+"""Compares predicted collectives with counted ones, for KerasHub's backbones.
+
+    KERAS_BACKEND=tensorflow python benchmarks/collectives_survey.py
+    KERAS_BACKEND=jax python benchmarks/collectives_survey.py --target h100
+    KERAS_BACKEND=torch python benchmarks/collectives_survey.py --devices 4 SAM
+
+The models are the tiny ones of `plan_survey.py`, each in a process of its own.
+`--target` compiles the step for an accelerator that is not there (JAX). Results
+are kept in `collectives_survey.json`, a line for each model, so a run can be
+stopped and goes on with the rest; `--again` counts the named models anew.
+`collectives.md` is written from it.
+"""
+
+import argparse
+import collections
+import datetime
+import json
+import multiprocessing
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+FOLDER = pathlib.Path(__file__).parent
+RESULTS = "collectives_survey.json"
+TABLE = "collectives.md"
+KINDS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "collective_permute",
+)
+
+
+def parse():
+    """Returns the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("names", nargs="*", help="models; all by default")
+    add("--devices", type=int, default=2)
+    add("--target", default="", help="an accelerator, such as h100 (JAX)")
+    add("--again", action="store_true", help="count what is counted already")
+    add("--timeout", type=int, default=300, help="seconds for each model")
+    add("--folder", type=pathlib.Path, default=FOLDER, help="of the results")
+    # How this script calls itself.
+    add("--child", metavar="FILE", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def key_of(arguments, backend, name):
+    """Returns the key of a row of `collectives_survey.json`."""
+    place = arguments.target or backend
+    return f"{place}/{arguments.devices}/{name}"
+
+
+# -- in the process of one model ----------------------------------------------
+
+
+def mesh_of(count, target):
+    """Returns a mesh for a count of devices; a target's need not exist."""
+    from keras_tp import distribution
+
+    devices = distribution.list_devices()[:count]
+    if target:
+        devices = [f"gpu:{i}" for i in range(count)]
+    return distribution.DeviceMesh((1, count), ["batch", "model"], devices)
+
+
+def outputs_of(model, x):
+    """Returns what a model gives for a batch, as `KerasTensor`s."""
+    import keras
+
+    batch = keras.tree.map_structure(
+        lambda array: keras.KerasTensor(array.shape, array.dtype), x
+    )
+    return model.compute_output_spec(batch)
+
+
+def counted(name, plan):
+    """Runs a step of a model; returns its collectives and its outputs."""
+    import keras
+    import numpy as np
+
+    from integration_tests import hub_backbones
+    from keras_tp import distribution
+
+    builders, specs, _ = hub_backbones.survey()
+    with distribution.TensorParallel(plan=plan, strict=False).scope():
+        model = builders[name]()
+        hub_backbones.compile_model(model)
+    x = hub_backbones.inputs_of(model, specs.get(name))
+    outputs = outputs_of(model, x)
+    targets = keras.tree.map_structure(lambda o: np.zeros(o.shape), outputs)
+    found = distribution.count_collectives(model, x, targets)
+    return {kind: list(pair) for kind, pair in found.items()}, outputs
+
+
+def compiled(name, plan, target):
+    """Compiles a step for a target; returns its collectives and outputs."""
+    import keras
+
+    from integration_tests import hub_backbones
+    from integration_tests import hub_models
+    from keras_tp import distribution
+
+    builders, specs, _ = hub_backbones.survey()
+    outputs = []
+
+    def build():
+        model = builders[name]()
+        hub_backbones.compile_model(model)
+        x = hub_backbones.inputs_of(model, specs.get(name))
+        outputs[:] = keras.tree.flatten(outputs_of(model, x))
+        return model
+
+    parallel = distribution.TensorParallel(plan=plan, strict=False)
+    report = distribution.compile_for(
+        build,
+        parallel,
+        target,
+        batch_size=hub_backbones.BATCH,
+        sequence_length=hub_models.LENGTH,
+        input_spec=specs.get(name),
+    )
+    found = {
+        kind: [row["count"], row["bytes"]]
+        for kind, row in report.collectives.items()
+    }
+    return found, outputs
+
+
+def child(name, devices, target, out):
+    """Writes the row of one model to a file."""
+    from integration_tests import hub_backbones
+
+    plan = hub_backbones.plan_of(name, mesh_of(devices, target))
+    found, outputs = (
+        compiled(name, plan, target) if target else counted(name, plan)
+    )
+    row = {
+        "predicted": hub_backbones.predicted(plan, outputs),
+        "counted": {kind: pair for kind, pair in found.items() if pair[0]},
+        "flagged": sorted(set(hub_backbones.reasons(plan))),
+    }
+    if os.environ.get("RANK", "0") == "0":
+        pathlib.Path(out).write_text(json.dumps(row))
+
+
+# -- in the process that starts them ------------------------------------------
+
+
+def measure(arguments, backend, name, folder):
+    """Returns the row of a model, from a process of its own."""
+    out = pathlib.Path(folder) / "row.json"
+    out.unlink(missing_ok=True)
+    run = launched if backend == "torch" else forked
+    began = time.perf_counter()
+    error = run(arguments, name, out)
+    row = {"error": error[:300]}
+    if out.exists():
+        row = json.loads(out.read_text())
+    row["seconds"] = round(time.perf_counter() - began)
+    row["date"] = datetime.date.today().isoformat()
+    return row
+
+
+def forked(arguments, name, out):
+    """Runs a model in a copy of this process; returns why it failed.
+
+    Most of the time of a small model is that of imports, which the copy has.
+    Nothing here has started the framework yet.
+    """
+    log = out.with_suffix(".log")
+
+    def run():
+        with open(log, "w") as file:
+            os.dup2(file.fileno(), 2)
+            child(name, arguments.devices, arguments.target, out)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(arguments.timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return f"took more than {arguments.timeout} seconds"
+    return last_line(log.read_text())
+
+
+def launched(arguments, name, out):
+    """Runs a model in a process for each device; returns why it failed."""
+    devices = str(arguments.devices)
+    command = [sys.executable, "-m", "keras_tp.launch", "--devices", devices]
+    command += [__file__, name, "--devices", devices, "--child", str(out)]
+    root = str(FOLDER.parent)
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=arguments.timeout,
+        )
+    except subprocess.TimeoutExpired:
+        return f"took more than {arguments.timeout} seconds"
+    return last_line(done.stderr)
+
+
+def last_line(text):
+    """Returns the last line that says something."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no result"
+
+
+def read(folder):
+    """Returns the rows that are there, by key."""
+    path = folder / RESULTS
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write(folder, results):
+    """Writes the rows, each on a line, and the table."""
+    rows = [
+        f"{json.dumps(key)}: {json.dumps(results[key])}"
+        for key in sorted(results, key=str.lower)
+    ]
+    text = "{\n" + ",\n".join(rows) + "\n}\n"
+    (folder / RESULTS).write_text(text)
+    (folder / TABLE).write_text(table(results))
+
+
+def verdict(row):
+    """Returns how a row's predicted collectives compare with the counted."""
+    if "error" in row:
+        return "not counted"
+    if row["predicted"] == row["counted"]:
+        return "equal"
+    return "flagged" if row["flagged"] else "DIFFERS"
+
+
+def table(results):
+    """Returns the text of `collectives.md`."""
+    places = collections.defaultdict(dict)
+    for key in sorted(results, key=str.lower):
+        place, devices, name = key.split("/")
+        places[place, devices][name] = results[key]
+    dates = sorted({row["date"] for row in results.values()})
+    text = [
+        "# Predicted and counted collectives of KerasHub's models",
+        "",
+        "Written by `collectives_survey.py` on " + " and ".join(dates) + ".",
+        "Collectives of one training step of tiny models, as count and bytes",
+        "on one device, with the sum of the loss over a split output. A plan",
+        "that does not predict all collectives says so itself; the last column",
+        "has its reason. Programs for an accelerator are compiled without one.",
+    ]
+    for (place, devices), rows in places.items():
+        found = collections.Counter(verdict(row) for row in rows.values())
+        counts = ", ".join(f"{n} {what}" for what, n in sorted(found.items()))
+        text += [
+            "",
+            f"## {place}, {devices} devices: {counts}",
+            "",
+            f"`{command_of(place, devices)}`",
+            "",
+            "| model | kind | predicted | counted | | flagged, why |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for name, row in rows.items():
+            text += lines_of(name, row)
+    return "\n".join(text) + "\n"
+
+
+def command_of(place, devices):
+    """Returns the command that counts the rows of a place."""
+    is_backend = place in ("jax", "tensorflow", "torch")
+    command = f"KERAS_BACKEND={place if is_backend else 'jax'} python "
+    command += f"benchmarks/collectives_survey.py --devices {devices}"
+    return command if is_backend else f"{command} --target {place}"
+
+
+def lines_of(name, row):
+    """Returns the lines of a model: one for each kind of collective."""
+    if "error" in row:
+        error = row["error"].replace("|", "/")
+        return [f"| {name} | | | | not counted | {error} |"]
+    lines = []
+    for kind in KINDS:
+        pairs = [row[of].get(kind) for of in ("predicted", "counted")]
+        if any(pairs):
+            cells = ["{}: {}".format(*pair) if pair else "" for pair in pairs]
+            lines.append([name, kind.replace("_", "-"), *cells, "", ""])
+    if not lines:
+        lines = [[name, "none", "", "", "", ""]]
+    lines[0][-2:] = verdict(row), "; ".join(map(short, row["flagged"]))
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def short(why):
+    """Returns the part of a reason that tells what is not predicted."""
+    parts = why.split("; ")
+    return next((p for p in parts if "does not predict" in p), parts[0])
+
+
+def main():
+    """Counts the models that are not counted yet, one after the other."""
+    arguments = parse()
+    sys.path.insert(0, str(FOLDER.parent))
+    os.environ.setdefault("KERAS_TP_CPU_DEVICES", str(arguments.devices))
+    if arguments.child:
+        (name,) = arguments.names
+        return child(name, arguments.devices, "", arguments.child)
+    from integration_tests import hub_backbones
+
+    # Before the first model, so that none has to import it.
+    hub_backbones.hub_models.models()
+    backend = hub_backbones.keras.config.backend()
+    known = list(hub_backbones.survey()[0])
+    unknown = sorted(set(arguments.names) - set(known))
+    if unknown:
+        raise SystemExit(f"No model is called {unknown}; there are {known}")
+    kept = arguments.folder
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.names or known:
+            key = key_of(arguments, backend, name)
+            if key in read(kept) and not arguments.again:
+                continue
+            reason = hub_backbones.NOT_TRAINED.get(name)
+            row = {"error": reason, "date": str(datetime.date.today())}
+            if reason is None:
+                row = measure(arguments, backend, name, folder)
+            write(kept, {**read(kept), key: row})
+            print(key, verdict(row), row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Every backbone of KerasHub under its plan: inputs, models, what is predicted.
+
+`hub_backbones_test.py` trains them, and `benchmarks/collectives_survey.py`
+counts what they communicate. The models are those of
+`benchmarks/plan_survey.py`.
+"""
+
+import functools
+import math
+import pathlib
+import sys
+
+import keras
+import numpy as np
+
+from integration_tests import hub_models
+from keras_tp import distribution
+
+BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
+BATCH = 2
+# One step of SGD with this rate changes outputs by less than rounding grows.
+RATE = 1e-3
+# Models of the survey that plain Keras does not train here.
+NOT_TRAINED = {
+    "DFine": "its decoder wants more positions than small images have",
+    "SAM": "Keras compares its outputs with targets of other shapes",
+    "SAM3PromptableConcept": "needs torchvision on torch",
+    "SigLIP": "its two outputs have one name, which `compile` refuses",
+}
+if keras.config.backend() != "torch":
+    NOT_TRAINED["StableDiffusion3"] = "its scheduler reads a traced number"
+# Model -> the operation that DTensor cannot run, on TensorFlow.
+REFUSED = {}
+if keras.config.backend() == "tensorflow":
+    REFUSED = {"Gemma3n": "Reshape", "RWKV7": "TensorListStack"}
+
+
+@functools.cache
+def survey():
+    """Returns builders by name, what inputs they need, and `gather_outputs`."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import plan_survey
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return (
+        plan_survey.builders(),
+        plan_survey.INPUT_SPECS,
+        plan_survey.LEAST_GATHERED,
+    )
+
+
+def inputs_of(model, spec):
+    """Returns a batch for a model: values that are possible as inputs."""
+    rng = np.random.default_rng(5)
+    given = {}
+    if isinstance(spec, dict):
+        given = {name: getattr(s, "shape", s) for name, s in spec.items()}
+    elif spec is not None:
+        tensors = keras.tree.flatten(model.input)
+        shapes = [getattr(s, "shape", s) for s in spec]
+        given = dict(zip([t.name for t in tensors], shapes, strict=True))
+
+    def values(tensor):
+        shape = given.get(tensor.name, tensor.shape)[1:]
+        shape = (BATCH, *(size or hub_models.LENGTH for size in shape))
+        if "mask" in tensor.name or tensor.dtype == "bool":
+            return np.ones(shape, tensor.dtype)
+        if "int" in tensor.dtype:
+            few = any(k in tensor.name for k in ("segment", "position", "ind"))
+            low, high = (0, 2) if few else (1, hub_models.VOCABULARY)
+            return rng.integers(low, high, shape).astype("int32")
+        return rng.standard_normal(shape, "float32")
+
+    return keras.tree.map_structure(values, model.input)
+
+
+def compile_model(model):
+    """Compiles a model as it is trained: SGD, and "mse" for each output."""
+    losses = keras.tree.map_structure(lambda _: "mse", model.output)
+    is_task = hasattr(model, "backbone")
+    # Theirs are for labels.
+    kwargs = {"metrics": [], "weighted_metrics": []} if is_task else {}
+    model.compile(keras.optimizers.SGD(RATE), losses, **kwargs)
+
+
+def plan_of(name, mesh):
+    """Returns the plan of a model, whose layers are numbered from 0."""
+    builders, specs, least_gathered = survey()
+    # Layers without a name are numbered: the plan and the model alike.
+    keras.utils.clear_session()
+    return distribution.plan_sharding(
+        builders[name], mesh, specs.get(name), gather_outputs=least_gathered
+    )
+
+
+def predicted(plan, outputs):
+    """Returns the collectives of a plan and of the loss, by kind.
+
+    The mean of a split output, along its last dim, is one more all-reduce.
+
+    Args:
+        plan: `ShardingPlan`.
+        outputs: Structure of arrays or tensors of known shapes, what the model
+            returns for a batch of `BATCH` and `hub_models.LENGTH`.
+
+    Returns:
+        Dict of each kind that is there to `(count, bytes)`.
+    """
+    found = plan.collectives(BATCH, hub_models.LENGTH)
+    count, size = found["all_reduce"]
+    shapes = [tuple(leaf.shape) for leaf in keras.tree.flatten(outputs)]
+    for of_output in plan.split_outputs:
+        items = of_output.at(BATCH, hub_models.LENGTH) // 4
+        shape = next(s for s in shapes if math.prod(s) == items)
+        count, size = count + 1, size + 4 * items // shape[-1]
+    found["all_reduce"] = count, size
+    return {kind: pair for kind, pair in found.items() if pair[0]}
+
+
+def reasons(plan):
+    """Returns why a plan says that it does not predict all collectives."""
+    return [
+        *(f"{kind} has no rule" for kind in plan.without_rule),
+        *(row.why for row in plan.variables if not row.is_predicted),
+    ]
