@@ -49,15 +49,18 @@ def numbers(structure):
 
 
 # Model -> all-reduces that its plan lacks, if their bytes are not predicted.
-BYTES_NOT_PREDICTED = {
-    # Adds an image and a clip to each batch, which plans take for a fixed size.
-    "Gemma3n": 9,
-    # DTensor sums a gradient after it has passed a resize.
-    "MobileNetV5": 0,
-}
-# A plan has an all-reduce for the gradient of each router of experts. torch
-# gathers and scatters it.
-ROUTED = ("mixtral", "Qwen3_5Moe", "Qwen3Moe", "QwenMoe")
+BYTES_NOT_PREDICTED, ROUTED = {}, ()
+if keras.config.backend() == "torch":
+    BYTES_NOT_PREDICTED = {
+        # Adds an image and a clip to each batch, which plans take for a fixed
+        # size.
+        "Gemma3n": 9,
+        # DTensor sums a gradient after it has passed a resize.
+        "MobileNetV5": 0,
+    }
+    # A plan has an all-reduce for the gradient of each router of experts. torch
+    # gathers and scatters it.
+    ROUTED = ("mixtral", "Qwen3_5Moe", "Qwen3Moe", "QwenMoe")
 
 
 def assert_counted_as_planned(name, plan, model, x, outputs, targets):

@@ -3,8 +3,10 @@
 DTensor sums the gradient of a product over the devices in the operation that
 computes it. Where only such gradients are added up, as those of queries, keys
 and values, it sums over the devices once. Where others are among them, such as
-that of a residual connection, it would sum each.
+that of a residual connection or of a router of experts, it would sum each.
 """
+
+from tensorflow.experimental import dtensor
 
 from keras_tp.backend.hooks import around
 from keras_tp.backend.tensorflow import placement
@@ -16,7 +18,7 @@ _VIEWS = ("Cast", "Identity", "Reshape", "Transpose")
 
 @around
 def hook_add_n(original, inputs, name=None):
-    """Adds up the gradients of products first, and then the others."""
+    """Adds up the gradients that are summed first, and then the others."""
     if placement.current_mesh() is None or len(inputs) < 3:
         return original(inputs, name=name)
     products = [x for x in inputs if _is_of_a_product(x)]
@@ -27,8 +29,17 @@ def hook_add_n(original, inputs, name=None):
 
 
 def _is_of_a_product(x):
-    """Returns whether a tensor of a graph is what a product computes."""
+    """Returns whether a tensor of a graph is the result of a product.
+
+    A product with a variable that is whole is none, as nothing is summed.
+    """
     operation = getattr(x, "op", None)
     while operation is not None and operation.type in _VIEWS:
         operation = operation.inputs[0].op
-    return operation is not None and operation.type in _PRODUCTS
+    if operation is None or operation.type not in _PRODUCTS:
+        return False
+    known = [placement.specs_of(factor) for factor in operation.inputs]
+    known = [specs for specs in known if specs is not None]
+    return not known or any(
+        axis != dtensor.UNSHARDED for specs in known for axis in specs
+    )

@@ -1,5 +1,8 @@
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
 from integration_tests import harness
 from keras_tp import distribution
@@ -52,3 +55,24 @@ def test_as_before_without_a_mesh(monkeypatch):
     with tf.Graph().as_default():
         found = added(monkeypatch, ["other", "matmul", "matmul"])
     assert len(found) == 1
+
+
+def test_a_whole_kernel_beside_two_split_ones():
+    """As the router of experts: its gradient is no sum over the devices."""
+    layout_map = distribution.LayoutMap(harness.mesh((1, 2)))
+    layout_map["(gate|up)/kernel"] = (None, "model")
+    layout_map["down/kernel"] = ("model", None)
+    with distribution.ModelParallel(layout_map=layout_map).scope():
+        tokens = keras.Input((6,), dtype="int32")
+        x = layers.Embedding(24, 10, name="tokens")(tokens)
+        gate, up, router = (
+            layers.Dense(units, use_bias=False, name=name)(x)
+            for name, units in (("gate", 8), ("up", 8), ("router", 10))
+        )
+        y = layers.Dense(10, use_bias=False, name="down")(gate * up)
+        model = keras.Model(tokens, y + router)
+        model.compile("sgd", "mse")
+    x = np.arange(24, dtype="int32").reshape(4, 6)
+    found = distribution.count_collectives(model, x, np.ones((4, 6, 10)))
+    # The output of the pair, and the gradient of its input.
+    assert found["all_reduce"] == (2, 2 * 4 * 6 * 10 * 4)
