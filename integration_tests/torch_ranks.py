@@ -25,6 +25,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 SHARED = [
     "keras_tp/distribution",
     "keras_tp/tensor_parallel_keras_test.py",
+    "keras_tp/backend/torch/compiling_test.py",
     "keras_tp/backend/torch/fully_sharded_test.py",
     "keras_tp/backend/torch/gradient_sums_test.py",
     "keras_tp/backend/torch/sequence_parallel_test.py",

@@ -30,7 +30,6 @@ def waits(gradient, parameter):
     """
     return (
         parameter.grad is None
-        and not torch.compiler.is_compiling()
         and placement.summed(gradient.placements) == parameter.placements
         and _group_dim(gradient) is not None
     )

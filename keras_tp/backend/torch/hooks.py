@@ -2,6 +2,7 @@
 
 import functools
 
+import torch
 from keras.src import tree
 from keras.src.distribution.distribution_lib import distribution
 from torch.distributed.tensor import DTensor
@@ -38,10 +39,14 @@ def _hook_operation_call(original):
             return placement.settle(outputs)
         if isinstance(outputs, (list, tuple, dict)):
             if any(isinstance(o, DTensor) for o in tree.flatten(outputs)):
-                return tree.map_structure(placement.settle, outputs)
+                return tree.map_structure(_settle, outputs)
         return outputs
 
     return __call__
+
+
+def _settle(value):
+    return placement.settle(value) if isinstance(value, DTensor) else value
 
 
 def _hook_make_function(original):
@@ -256,6 +261,12 @@ TABLE = [
         "_can_use_flash_attention",
         compiling.hook_can_use_flash_attention,
         "attention does not break the graph of a compiled step",
+    ),
+    Hook(
+        _DTENSOR,
+        "backward",
+        torch.compiler.disable,
+        "what a compiled backward pass calls is not compiled again",
     ),
     Hook(
         "torch._functorch._aot_autograd.runtime_wrappers:AOTDispatchAutograd",

@@ -195,14 +195,35 @@ def part_of(value, mesh, placements):
         Replicate() if isinstance(placed, InBlocks) else placed
         for placed in placements
     ]
-    shape, offset = compute_local_shape_and_global_offset(
-        value.shape, mesh, placements
-    )
+    shape, offset = extent(value.shape, mesh, placements)
     part = value
     for dim, (size, start) in enumerate(zip(shape, offset)):
         if size != value.shape[dim]:
             part = part.narrow(dim, min(start, value.shape[dim]), size)
     return part
+
+
+def extent(shape, mesh, placements):
+    """Returns the shape of this process's part, and the index of its start.
+
+    DTensor's own function reads the index from a tensor. In a compiled step it
+    would break the graph.
+
+    Args:
+        shape: Tuple of ints, of the whole tensor.
+        mesh: torch's device mesh.
+        placements: List with a DTensor placement for each mesh dim; none is in
+            blocks.
+    """
+    shape, start = list(shape), [0] * len(shape)
+    for mesh_dim, placed in enumerate(placements):
+        if placed.is_shard():
+            size = shape[placed.dim]
+            most = -(-size // mesh.size(mesh_dim))
+            first = min(most * mesh.get_local_rank(mesh_dim), size)
+            shape[placed.dim] = min(most, size - first)
+            start[placed.dim] += first
+    return shape, start
 
 
 def filled(shape, fill, dtype, placement):
@@ -240,6 +261,9 @@ def replicate(tensor, mesh):
     )
 
 
+# Compiled steps call it as one operation. Then autograd gives the hook real
+# gradients; torch's compiler would assume that they are split as the output.
+@torch.compiler.allow_in_graph
 def settle(tensor):
     """All-reduces partial sums of a layer's output, and later of its gradient.
 

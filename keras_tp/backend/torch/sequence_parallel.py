@@ -48,6 +48,8 @@ def gathered(x, kernel):
     """
     if x.ndim != 3 or _SPLIT not in x.placements:
         return x
+    if torch.compiler.is_compiling():
+        return x
     dim = _mesh_dim(x)
     if (
         dim is None

@@ -8,9 +8,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor._utils import (
-    compute_local_shape_and_global_offset,
-)
 
 from keras_tp.backend.torch import fully_sharded
 from keras_tp.backend.torch import local_tensors
@@ -38,6 +35,10 @@ def take(original):
 def embedding(original):
     """Wraps `torch.nn.functional.embedding` for split tables."""
 
+    @torch.compiler.allow_in_graph
+    def of_dtensors(input, weight):
+        return _lookup(original, input, weight)
+
     @functools.wraps(original)
     def lookup(input, weight, *args, **kwargs):
         if not any(isinstance(t, DTensor) for t in (input, weight)):
@@ -52,7 +53,7 @@ def embedding(original):
                 "`max_norm`, `scale_grad_by_freq` or `sparse`. Received: "
                 f"norm_type={norm_type}, {given}"
             )
-        return _lookup(original, input, weight)
+        return of_dtensors(input, weight)
 
     return lookup
 
@@ -79,9 +80,7 @@ def _lookup(original, ids, table):
     )
     if Shard(0) in of_table:
         _check_ids(ids, table.shape[0])
-        _, offset = compute_local_shape_and_global_offset(
-            table.shape, mesh, of_table
-        )
+        _, offset = placement.extent(table.shape, mesh, of_table)
         ids = ids - offset[0]
         held = (ids >= 0) & (ids < local_table.shape[0])
         result = original(torch.where(held, ids, 0), local_table)
@@ -129,10 +128,11 @@ def _check_ids(ids, rows):
     """Raises if the table has no row for an id, as on one device.
 
     On CPU the ids are read here. On GPU the check runs asynchronously, and the
-    error appears at the next synchronization.
+    error appears at the next synchronization. A compiled step has the check as
+    an operation.
     """
     outside = (ids < 0) | (ids >= rows)
-    if not ids.is_cpu:
+    if not ids.is_cpu or torch.compiler.is_compiling():
         torch._assert_async(~outside.any(), "An id is outside of its table.")
     elif outside.any():
         raise IndexError(

@@ -43,28 +43,39 @@ def einsum(original):
     @functools.wraps(original)
     def replacement(*args):
         if len(args) == 3 and _are_distributed(*args[1:]):
-            equation, x, y = args
-            args = equation, sequence_parallel.gathered(x, y), y
-            result = _product(equation.replace(" ", ""), *args[1:])
-            if result is not None:
-                return sequence_parallel.reduced(result)
+            return _einsum(*args)
         return sequence_parallel.reduced(original(*args))
 
     return replacement
 
 
+@torch.compiler.allow_in_graph
+def _einsum(equation, x, y):
+    """Returns the product of two DTensors, its partial sums added up."""
+    x = sequence_parallel.gathered(x, y)
+    result = _product(equation.replace(" ", ""), x, y)
+    if result is None:
+        result = plain_einsum(equation, x, y)
+    return sequence_parallel.reduced(result)
+
+
 def matmul(original):
     """Wraps `torch.matmul`; partial sums are added up."""
+
+    @torch.compiler.allow_in_graph
+    def of_dtensors(x, y):
+        x = sequence_parallel.gathered(x, y)
+        result = _matmul(x, y)
+        if result is None:
+            result = original(x, y)
+        return sequence_parallel.reduced(result)
 
     @functools.wraps(original)
     def replacement(x, y, *args, **kwargs):
         if args or kwargs:
             return sequence_parallel.reduced(original(x, y, *args, **kwargs))
         if _are_distributed(x, y):
-            x = sequence_parallel.gathered(x, y)
-            result = _matmul(x, y)
-            if result is not None:
-                return sequence_parallel.reduced(result)
+            return of_dtensors(x, y)
         if torch.compiler.is_compiling():
             # torch's compiler knows the function by its name, which is hooked.
             return sequence_parallel.reduced(torch.Tensor.matmul(x, y))
@@ -106,8 +117,6 @@ def _matmul(x, y):
 
 
 def _are_distributed(x, y):
-    if torch.compiler.is_compiling():
-        return False
     return isinstance(x, DTensor) and isinstance(y, DTensor)
 
 

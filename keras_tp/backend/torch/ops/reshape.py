@@ -10,9 +10,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor._utils import (
-    compute_local_shape_and_global_offset,
-)
 
 from keras_tp.backend.torch import local_tensors
 from keras_tp.backend.torch import placement
@@ -211,9 +208,7 @@ class _Repeat(torch.autograd.Function):
             for of_x, given in zip(ctx.spec.placements, gradient.placements)
         ]
         local = local_tensors.local_part(gradient, mesh, placements)
-        _, offset = compute_local_shape_and_global_offset(
-            gradient.shape, mesh, placements
-        )
+        _, offset = placement.extent(gradient.shape, mesh, placements)
         positions = torch.arange(local.shape[axis], device=local.device)
         shape = list(local.shape)
         shape[axis] = ctx.spec.shape[axis]

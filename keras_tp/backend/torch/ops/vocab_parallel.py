@@ -14,11 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor._utils import (
-    compute_local_shape_and_global_offset,
-)
 
 from keras_tp.backend.torch import local_tensors
+from keras_tp.backend.torch import placement
 
 aten = torch.ops.aten
 
@@ -63,9 +61,7 @@ class _Split:
 
     def first(self, shape):
         """Returns the index of this process's first class."""
-        _, offset = compute_local_shape_and_global_offset(
-            shape, self.mesh, self.placements
-        )
+        _, offset = placement.extent(shape, self.mesh, self.placements)
         return offset[self.dims[0]]
 
     def part(self, tensor):
