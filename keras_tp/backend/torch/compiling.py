@@ -4,7 +4,10 @@ import functools
 import os
 import warnings
 
+import numpy as np
 import torch
+from keras.src import tree
+from keras.src.backend.torch import core
 from keras.src.distribution.distribution_lib import distribution
 from torch.distributed.tensor import DTensor
 
@@ -13,15 +16,28 @@ from keras_tp.backend.torch import processes
 
 
 def checked(step):
-    """Returns a compiled step that has no symbolic sizes.
+    """Returns a compiled step that has no symbolic sizes and no arrays.
 
-    DTensor cannot handle them.
+    DTensor cannot handle symbolic sizes. The arrays that `train_on_batch`
+    passes would break the graph.
 
     Raises:
         RuntimeError: if no C++ compiler is found for this machine's processor.
     """
     check_compiler()
-    return torch._dynamo.config.patch(automatic_dynamic_shapes=False)(step)
+    compiled = torch._dynamo.config.patch(automatic_dynamic_shapes=False)(step)
+
+    @functools.wraps(step)
+    def run(data):
+        return compiled(tree.map_structure(_as_tensor, data))
+
+    return run
+
+
+def _as_tensor(value):
+    if isinstance(value, np.ndarray):
+        return core.convert_to_tensor(value)
+    return value
 
 
 def without_jit_compile(model):
