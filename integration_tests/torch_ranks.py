@@ -28,6 +28,7 @@ SHARED = [
     "keras_tp/backend/torch/compiling_test.py",
     "keras_tp/backend/torch/fully_sharded_test.py",
     "keras_tp/backend/torch/gradient_sums_test.py",
+    "keras_tp/backend/torch/overlap_test.py",
     "keras_tp/backend/torch/sequence_parallel_test.py",
     *(
         f"integration_tests/{name}_test.py"

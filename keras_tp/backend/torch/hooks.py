@@ -18,6 +18,7 @@ from keras_tp.backend.torch import compiling
 from keras_tp.backend.torch import export
 from keras_tp.backend.torch import initial_values
 from keras_tp.backend.torch import optimizers
+from keras_tp.backend.torch import overlap
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
 from keras_tp.backend.torch import reading
@@ -36,7 +37,7 @@ def _hook_operation_call(original):
     def __call__(self, *args, **kwargs):
         outputs = original(self, *args, **kwargs)
         if isinstance(outputs, DTensor):
-            return placement.settle(outputs)
+            return overlap.settle(outputs)
         if isinstance(outputs, (list, tuple, dict)):
             if any(isinstance(o, DTensor) for o in tree.flatten(outputs)):
                 return tree.map_structure(_settle, outputs)
@@ -46,7 +47,7 @@ def _hook_operation_call(original):
 
 
 def _settle(value):
-    return placement.settle(value) if isinstance(value, DTensor) else value
+    return overlap.settle(value) if isinstance(value, DTensor) else value
 
 
 def _hook_make_function(original):

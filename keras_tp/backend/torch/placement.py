@@ -261,34 +261,19 @@ def replicate(tensor, mesh):
     )
 
 
-# Compiled steps call it as one operation. Then autograd gives the hook real
-# gradients; torch's compiler would assume that they are split as the output.
-@torch.compiler.allow_in_graph
-def settle(tensor):
-    """All-reduces partial sums of a layer's output, and later of its gradient.
-
-    These are the conjugate operators f and g of Megatron-LM (Shoeybi et al.
-    2019, section 3): one all-reduce for the output of a row-split layer, one
-    for the gradient of the input of column-split layers. DTensor alone keeps
-    partial sums for longer, and all-reduces them more than once.
-
-    Other values than DTensors stay as they are.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    tensor = settled(tensor)
-    if tensor.requires_grad and not tensor.is_leaf:
-        tensor.register_hook(settled)
-    return tensor
-
-
 def summed(placements):
     """Returns placements in which partial sums are all-reduced."""
     return tuple(Replicate() if p.is_partial() else p for p in placements)
 
 
-def settled(tensor):
-    """Returns a tensor with its partial sums, if any, all-reduced."""
+def settled(tensor, wait=True):
+    """Returns a tensor with its partial sums, if any, all-reduced.
+
+    Args:
+        tensor: DTensor, or another value, which is returned as it is.
+        wait: Boolean. `False` only launches the all-reduce: the first
+            operation that reads the result waits for it.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     placements = summed(tensor.placements)
@@ -298,7 +283,7 @@ def settled(tensor):
         # An all-reduce returns a contiguous tensor, but DTensor would keep the
         # old strides in its spec.
         tensor = tensor.contiguous()
-    return tensor.redistribute(placements=placements)
+    return tensor.redistribute(placements=placements, async_op=not wait)
 
 
 def _wrap(local, mesh, placements, shape):

@@ -20,6 +20,7 @@ from torch.utils import checkpoint
 from keras_tp.backend.sequence_parallel import SEQUENCE
 from keras_tp.backend.sequence_parallel import axis_of
 from keras_tp.backend.torch import local_tensors
+from keras_tp.backend.torch import overlap
 from keras_tp.backend.torch import placement
 
 _SPLIT = Shard(SEQUENCE)
@@ -62,6 +63,10 @@ def gathered(x, kernel):
         local = _copied(x)
         with _not_saved():
             whole = _Gather.apply(x, _with(x, dim, Replicate()), local)
+        if whole.requires_grad:
+            if overlap.number_below(x) is None:
+                x.register_hook(overlap.complete)
+            overlap.run_first(whole)
         _keep(x, whole)
     return whole
 
@@ -115,7 +120,11 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient.redistribute(placements=ctx.placements), None, None
+        # The reduce-scatter is only launched. A hook of `x` waits for it.
+        gradient = gradient.redistribute(
+            placements=ctx.placements, async_op=not torch.is_grad_enabled()
+        )
+        return gradient, None, None
 
 
 class _Gathered:

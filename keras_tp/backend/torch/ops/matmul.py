@@ -23,6 +23,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.functional import einsum as plain_einsum
 
 from keras_tp.backend.torch import fully_sharded
+from keras_tp.backend.torch import overlap
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import sequence_parallel
 
@@ -135,7 +136,7 @@ def _product(equation, x, y):
         return None
     spec = _spec_of_product(equation, x._spec, y._spec)
     if spec is not None:
-        return _Product.apply(equation, spec, y.placements, x, y)
+        return _applied(equation, spec, y.placements, x, y)
     placements = fully_sharded.gathered_placements(y)
     if placements is not None:
         whole = DTensorSpec(
@@ -144,44 +145,132 @@ def _product(equation, x, y):
         spec = _spec_of_product(equation, x._spec, whole)
     if spec is None:
         return None
-    return _Product.apply(equation, spec, placements, x, y)
+    return _applied(equation, spec, placements, x, y)
+
+
+def _applied(equation, spec, placements, x, y):
+    """Returns the product of shards.
+
+    Args:
+        equation: String without spaces.
+        spec: `DTensorSpec` of the product.
+        placements: Tuple, those that `y` has in the product. A fully sharded
+            kernel is gathered for them, and only its part is kept for the
+            backward pass.
+        x: DTensor.
+        y: DTensor.
+    """
+    how = equation, spec, placements
+    if not (torch.is_grad_enabled() and x.requires_grad and y.requires_grad):
+        return _Product.apply(*how, x, y)
+    number = overlap.number_below(x)
+    if number is None or not _sums_gradient(x, spec):
+        return _Product.apply(*how, x, y)
+    # In a tuple, autograd does not see an operand.
+    product = _KernelPart.apply(*how, (x,), y)
+    product.grad_fn._set_sequence_nr(number)
+    return _InputPart.apply(*how, x, (y,), product)
+
+
+def _sums_gradient(x, spec):
+    """Returns whether the gradient of `x` is a sum over devices.
+
+    So it is in a column-parallel layer: each device has all of `x`, and a part
+    of the product.
+    """
+    return any(
+        before.is_replicate() and placement.is_shard(after)
+        for before, after in zip(x.placements, spec.placements)
+    )
 
 
 class _Product(torch.autograd.Function):
-    """The product of shards; its gradients are products of the same kind.
-
-    `placements` are those that `y` has in the product. A fully sharded kernel
-    is gathered for them, and only its part is kept for the backward pass.
-    """
+    """The product of shards; its gradients are products of the same kind."""
 
     @staticmethod
     def forward(ctx, equation, spec, placements, x, y):
-        ctx.equation, ctx.spec, ctx.placements = equation, spec, placements
+        ctx.how = equation, spec, placements
         ctx.save_for_backward(x, y)
-        y = _placed(y, placements)
-        local = _local_product(equation, x._local_tensor, y._local_tensor)
-        return DTensor(local.contiguous(), spec, requires_grad=False)
+        return _forward(equation, spec, placements, x, y)
 
     @staticmethod
     def backward(ctx, gradient):
         x, y = ctx.saved_tensors
-        left, right, out = _operands(ctx.equation)
-        # Each partial sum has the gradient of the whole sum.
-        placements = placement.summed(ctx.spec.placements)
-        if not isinstance(gradient, DTensor):
-            gradient = placement.replicate(gradient, ctx.spec.mesh)
-        if gradient.placements != placements:
-            gradient = gradient.redistribute(placements=placements)
+        gradient = _of_product(ctx.how, gradient)
         of_x = of_y = None
         if ctx.needs_input_grad[3]:
-            equation = f"{out},{right}->{left}"
-            of_x = _product(equation, gradient, _placed(y, ctx.placements))
+            of_x = _of_x(ctx.how, gradient, y)
         if ctx.needs_input_grad[4]:
-            equation = f"{left},{out}->{right}"
-            of_y = _product(equation, x, gradient)
-            if ctx.placements != y.placements:
-                of_y = _placed(of_y, y.placements)
+            of_y = _of_y(ctx.how, gradient, x, y.placements)
         return None, None, None, of_x, of_y
+
+
+class _KernelPart(torch.autograd.Function):
+    """The product of shards, with a gradient of the kernel only.
+
+    It and `_InputPart` do the work of `_Product`, in two nodes that autograd's
+    engine can run apart from each other.
+    """
+
+    @staticmethod
+    def forward(ctx, equation, spec, placements, held, y):
+        (x,) = held
+        ctx.how, ctx.placements = (equation, spec, placements), y.placements
+        ctx.save_for_backward(x)
+        return _forward(equation, spec, placements, x, y)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        of_y = _of_y(ctx.how, gradient, x, ctx.placements)
+        return None, None, None, None, of_y
+
+
+class _InputPart(torch.autograd.Function):
+    """Gives a product a gradient of its input.
+
+    The product's own gradient goes on to `_KernelPart`.
+    """
+
+    @staticmethod
+    def forward(ctx, equation, spec, placements, x, held, product):
+        ctx.how = equation, spec, placements
+        ctx.save_for_backward(*held)
+        return DTensor(product._local_tensor, spec, requires_grad=False)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        gradient = _of_product(ctx.how, gradient)
+        return None, None, None, _of_x(ctx.how, gradient, y), None, gradient
+
+
+def _forward(equation, spec, placements, x, y):
+    y = _placed(y, placements)
+    local = _local_product(equation, x._local_tensor, y._local_tensor)
+    return DTensor(local.contiguous(), spec, requires_grad=False)
+
+
+def _of_product(how, gradient):
+    """Returns the gradient of a product, placed as its partial sums need it."""
+    _, spec, _ = how
+    # Each partial sum has the gradient of the whole sum.
+    placements = placement.summed(spec.placements)
+    if not isinstance(gradient, DTensor):
+        gradient = placement.replicate(gradient, spec.mesh)
+    return _placed(gradient, placements)
+
+
+def _of_x(how, gradient, y):
+    equation, _, placements = how
+    left, right, out = _operands(equation)
+    return _product(f"{out},{right}->{left}", gradient, _placed(y, placements))
+
+
+def _of_y(how, gradient, x, placements):
+    left, right, out = _operands(how[0])
+    of_y = _product(f"{left},{out}->{right}", x, gradient)
+    return _placed(of_y, placements) if placements != how[2] else of_y
 
 
 def _local_product(equation, x, y):
