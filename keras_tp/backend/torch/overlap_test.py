@@ -40,7 +40,7 @@ RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, WORDS, (BATCH, LENGTH)).astype("int32")
 TARGETS = RNG.normal(size=(BATCH, LENGTH, WIDTH)).astype("float32")
 # Shapes of the gradients of this process's kernels.
-PROJECTION, UP = (WIDTH, WIDTH // WORLD), (WIDTH, 4 * WIDTH // WORLD)
+PROJECTION, UP = (WIDTH, WIDTH // WORLD), (WIDTH, 3 * WIDTH // WORLD)
 # What runs while the gradients of the inputs of `up` and of the attention are
 # added up, from the last block to the first.
 BESIDE_A_BLOCK = [[UP], [PROJECTION] * 3]
@@ -118,7 +118,7 @@ def make_model(count=2):
         )
         x = x + attention(h, h, use_causal_mask=True)
         h = layers.LayerNormalization(name=f"norm_b{i}")(x)
-        h = layers.Dense(4 * WIDTH, activation="gelu", name=f"up_{i}")(h)
+        h = layers.Dense(3 * WIDTH, activation="gelu", name=f"up_{i}")(h)
         x = x + layers.Dense(WIDTH, name=f"down_{i}")(h)
     return keras.Model(inputs, x)
 
@@ -258,7 +258,7 @@ def test_second_derivatives():
         inputs = keras.Input((LENGTH,), dtype="int32")
         x = layers.Embedding(WORDS, WIDTH, name="lookup")(inputs)
         x = norm = layers.LayerNormalization(name="norm")(x)
-        x = layers.Dense(4 * WIDTH, activation="gelu", name="up")(x)
+        x = layers.Dense(3 * WIDTH, activation="gelu", name="up")(x)
         x = layers.Dense(WIDTH, name="down")(x) * norm
         model = keras.Model(inputs, x)
         loss = loss_of(model)
@@ -312,7 +312,7 @@ def test_writing_into_an_output_that_autograd_needs_is_an_error():
         model = keras.Sequential(
             [
                 keras.Input((LENGTH, WIDTH)),
-                layers.Dense(4 * WIDTH, name="up"),
+                layers.Dense(3 * WIDTH, name="up"),
                 layers.Dense(WIDTH, name="down"),
                 layers.Activation("sigmoid"),
             ]
@@ -341,7 +341,7 @@ def test_outputs_of_a_model_have_one_node():
     with distributed().scope():
         inner = keras.Sequential(
             [
-                layers.Dense(4 * WIDTH, name="up"),
+                layers.Dense(3 * WIDTH, name="up"),
                 layers.Dense(WIDTH, name="down"),
             ]
         )
