@@ -263,6 +263,7 @@ def test_second_derivatives():
         model = keras.Model(inputs, x)
         loss = loss_of(model)
         kernels = [
+            model.get_layer("lookup").embeddings.value,
             model.get_layer("norm").gamma.value,
             model.get_layer("up").kernel.value,
         ]

@@ -88,17 +88,32 @@ def _lookup(original, ids, table):
     else:
         result = original(ids, local_table)
     shape = (*ids_shape, table.shape[1])
-    whole = torch.empty(shape, device="meta")
     return sequence_parallel.reduced(
-        DTensor.from_local(
-            result,
-            mesh,
-            of_result,
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
-        )
+        _FromParts.apply(result, mesh, of_result, shape)
     )
+
+
+class _FromParts(torch.autograd.Function):
+    """Returns the DTensor of shards.
+
+    Unlike `DTensor.from_local` it has right second derivatives: what reads the
+    gradient of partial sums gives partial sums itself.
+    """
+
+    @staticmethod
+    def forward(ctx, local, mesh, placements, shape):
+        ctx.mesh, ctx.placements = mesh, placements
+        return local_tensors.wrap_parts(local.detach(), mesh, placements, shape)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if not isinstance(gradient, DTensor):
+            gradient = placement.replicate(gradient, ctx.mesh)
+        summed = placement.summed(ctx.placements)
+        if gradient.placements != summed:
+            gradient = gradient.redistribute(placements=summed)
+        local = gradient.to_local(grad_placements=ctx.placements)
+        return local, None, None, None
 
 
 def _placements(of_table, of_ids, ids_ndim, is_of_batch):
