@@ -94,6 +94,11 @@ def plan_of(name, mesh):
     )
 
 
+def mesh_size(plan):
+    """Returns the number of devices of a plan."""
+    return math.prod(plan.device_mesh.shape)
+
+
 def predicted(plan, outputs):
     """Returns the collectives of a plan and of the loss, by kind.
 
@@ -114,13 +119,19 @@ def predicted(plan, outputs):
         items = of_output.at(BATCH, hub_models.LENGTH) // 4
         shape = next(s for s in shapes if math.prod(s) == items)
         count, size = count + 1, size + 4 * items // shape[-1]
+    if keras.config.backend() == "tensorflow":
+        # Without a reduce-scatter, as on CPUs, DTensor sums all of it.
+        scattered, part = found.pop("reduce_scatter", (0, 0))
+        count, size = count + scattered, size + part * mesh_size(plan)
     found["all_reduce"] = count, size
     return {kind: pair for kind, pair in found.items() if pair[0]}
 
 
 def reasons(plan):
     """Returns why a plan says that it does not predict all collectives."""
+    instead = f"{len(plan.instead)} variables are laid out in another way here"
     return [
+        *[instead] * bool(plan.instead),
         *(f"{kind} has no rule" for kind in plan.without_rule),
         *(row.why for row in plan.variables if not row.is_predicted),
     ]
