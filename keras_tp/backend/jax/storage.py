@@ -219,6 +219,10 @@ class Variable:
 
     def _maybe_autocast(original, self, value):
         # Keras calls this with the value that `variable.value` returns.
+        if isinstance(value, (int, float)):
+            # An initializer may return a number. Before the variable has a
+            # value, Keras takes it for a tensor.
+            value = core.convert_to_tensor(value, dtype=self.dtype)
         cast = fully_sharded.gathered(self, original(self, value))
         if value.shape != shape_of(self):
             return cast

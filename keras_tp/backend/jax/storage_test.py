@@ -86,3 +86,11 @@ def test_other_values_are_converted(variable):
         variable.assign(value)
         assert variable._value.dtype == "float32"
         assert variable._value.sharding == sharding
+
+
+def test_an_initializer_may_return_a_number(variable):
+    """As that of the scale in CLIP's head, which is read in a symbolic call."""
+    with keras.StatelessScope():
+        scale = keras.Variable(lambda *args, **kwargs: 2.5, shape=())
+        assert scale.value.dtype == "float32" and float(scale.value) == 2.5
+    assert float(scale.value) == 2.5
