@@ -80,6 +80,7 @@ SMALL = ("--hidden", "64", "--layers", "1", "--steps", "2", "--rounds", "2")
     ("script", "printed"),
     [
         ("data_parallel.py", "19 variables, ratio of medians"),
+        ("input_gradients.py", "ms, processor: ratio of medians"),
         ("keras_over_torch.py", "all"),
     ],
 )
