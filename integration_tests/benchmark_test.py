@@ -88,6 +88,15 @@ def test_benchmarks_of_torch(script, printed):
     assert printed in run(script, *SMALL)
 
 
+@pytest.mark.skipif(keras.config.backend() != "jax", reason="of JAX")
+def test_programs():
+    output = run(
+        *("programs.py", "--devices", "2", "--hidden", "64", "--layers", "1")
+    )
+    for name in ("keras_tp", "shard_map", "keras, 1 device", "jax, 1 device"):
+        assert output.count(f"{name} ") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(keras.config.backend() != "jax", reason="of JAX")
 def test_overlap():
