@@ -23,8 +23,7 @@ def batch_layout(shape, mesh, axis):
     """
     specs = [dtensor.UNSHARDED] * len(shape)
     if specs and axis is not None and shape[0] is not None:
-        # Along an axis of one device DTensor would add up all gradients.
-        if mesh.dim_size(axis) > 1 and shape[0] % mesh.dim_size(axis) == 0:
+        if shape[0] % mesh.dim_size(axis) == 0:
             specs[0] = axis
     return dtensor.Layout(specs, mesh)
 

@@ -215,10 +215,7 @@ def place_parts(part_of, shape, layout):
     the value as an array.
     """
     ids = layout.mesh.local_device_ids()
-    if layout.is_fully_replicated():
-        parts = [tuple((0, size) for size in shape)] * len(ids)
-    else:
-        parts = [shard_slices(layout, shape, device_id) for device_id in ids]
+    parts = [shard_slices(layout, shape, device_id) for device_id in ids]
     with tf.init_scope(), tf.device("CPU:0"):
         made = {part: tf.constant(part_of(part)) for part in set(parts)}
         return dtensor.pack([made[part] for part in parts], layout)

@@ -7,7 +7,6 @@ from tensorflow.experimental import dtensor
 
 import keras_tp
 from keras_tp import distribution as dist
-from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import placement
 
 VALUE = np.arange(24, dtype="float32").reshape(4, 6)
@@ -43,19 +42,6 @@ def test_a_tensor_moves_to_another_mesh():
     moved = placement.place(x, wanted)
     assert dtensor.fetch_layout(moved) == wanted
     np.testing.assert_array_equal(placement.read(moved), VALUE)
-
-
-def test_a_batch_is_not_split_along_an_axis_of_one_device():
-    keras_tp.install()
-    devices = dist.list_devices()[:2]
-    mesh = dist.DeviceMesh((1, 2), ["batch", "model"], devices).backend_mesh
-    assert boundary.batch_layout((4, 6), mesh, "model").sharding_specs == [
-        "model",
-        dtensor.UNSHARDED,
-    ]
-    alone = boundary.batch_layout((4, 6), mesh, "batch")
-    assert alone.is_fully_replicated()
-    assert alone.sharding_specs[0] == dtensor.UNSHARDED
 
 
 def test_parts_are_those_of_the_devices():
