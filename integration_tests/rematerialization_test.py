@@ -152,7 +152,7 @@ def test_it_repeats_no_collective(build, scope):
     assert counted == without
     if build is blocks:
         # The figures of `docs/measured.md`.
-        expected = 8 if keras.config.backend() == "torch" else 12
+        expected = 12 if keras.config.backend() == "jax" else 8
         assert counted["all_reduce"][0] == expected
 
 
