@@ -102,6 +102,29 @@ def stateful():
     return keras.Model(inputs, attention(x, x, use_causal_mask=True))
 
 
+class AddsContext(keras.layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(WIDTH)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x, context=None):
+        return x + self.dense(context)
+
+
+def arguments():
+    """Tensors by keyword and in lists, and arguments that are no tensors."""
+    inputs = keras.Input(X.shape[1:])
+    x = keras.layers.Dense(2 * WIDTH, activation="gelu", name="up_1")(inputs)
+    x = keras.layers.Dense(WIDTH, name="down_1")(x)
+    y = keras.layers.MultiHeadAttention(4, 4)(query=x, value=x)
+    y = AddsContext()(inputs, context=y)
+    y = keras.layers.Concatenate()([keras.layers.Add()([x, y]), y])
+    return keras.Model(inputs, y[..., WIDTH // 2 : WIDTH // 2 + WIDTH])
+
+
 def train(build, scope=None, run_eagerly=False):
     """Returns a trained model, its batch, and its losses."""
     keras.utils.clear_session()
@@ -178,6 +201,16 @@ def test_state_and_losses_are_those_of_one_device(scope, run_eagerly):
                 atol=1e-6,
                 err_msg=a.path,
             )
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_gradients_reach_all_arguments(run_eagerly):
+    _, _, expected = train(arguments)
+    mesh = harness.mesh(harness.fitted((1, 2)))
+    with distribution.TensorParallel(mesh, strict=False).scope():
+        model, _, losses = train(arguments, SCOPES["full"], run_eagerly)
+        assert harness.split_paths(model)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scope", [None, "full"])

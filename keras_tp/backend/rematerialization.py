@@ -8,6 +8,7 @@ second pass starts from the former and changes nothing.
 
 import functools
 
+from keras.src import tree
 from keras.src.backend.common import stateless_scope
 from keras.src.backend.common.keras_tensor import any_symbolic_tensors
 from keras.src.backend.common.variables import initialize_all_variables
@@ -52,6 +53,30 @@ class Pass(stateless_scope.StatelessScope):
     def values(self):
         """List of the last values of `changed`."""
         return [self.get_current_value(v) for v in self._changed.values()]
+
+
+def part(args, kwargs, is_tensor):
+    """Parts the tensors of a call from what is no tensor, such as `training`.
+
+    Args:
+        args: Tuple of the positional arguments, structures of any values.
+        kwargs: Dict of the others.
+        is_tensor: Callable that tells of a value whether it is a tensor.
+
+    Returns:
+        List of the tensors, and a function that takes such a list and returns
+        `args` and `kwargs` with its tensors in them.
+    """
+    leaves = tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if is_tensor(leaf)]
+
+    def whole(tensors):
+        merged = list(leaves)
+        for i, tensor in zip(places, tensors, strict=True):
+            merged[i] = tensor
+        return tree.pack_sequence_as((args, kwargs), merged)
+
+    return [leaves[i] for i in places], whole
 
 
 def apply(f, first, values, losses):

@@ -34,13 +34,11 @@ def keeping(f, plain):
     """See `backend.rematerialization.row`."""
 
     def remat(*args, **kwargs):
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        traced = {i: x for i, x in enumerate(leaves) if _is_array(x)}
+        traced, whole = rematerialization.part(args, kwargs, _is_array)
         passes = []
 
         def marked(traced):
-            merged = [traced.get(i, x) for i, x in enumerate(leaves)]
-            args, kwargs = jax.tree.unflatten(structure, merged)
+            args, kwargs = whole(traced)
             _state.depth += 1
             try:
                 with rematerialization.Pass() as noted:

@@ -18,8 +18,9 @@ def keeping(f, plain):
 
     @functools.wraps(plain)
     def remat(*args, **kwargs):
+        tensors, whole = rematerialization.part(args, kwargs, _is_tensor)
         passes = []
-        result, losses = _recomputed(f, kwargs, passes)(*args)
+        result, losses = _recomputed(f, whole, passes)(*tensors)
         (first,) = passes
         rematerialization.apply(f, first, first.values, losses)
         return result
@@ -27,16 +28,22 @@ def keeping(f, plain):
     return remat
 
 
-def _recomputed(f, kwargs, passes):
-    """Returns a function of `args` that its gradient computes again.
+def _is_tensor(x):
+    return isinstance(x, tf.Tensor)
+
+
+def _recomputed(f, whole, passes):
+    """Returns a function of tensors that its gradient computes again.
 
     It returns the result of `f` and a list of the losses that layers add, and
-    appends the `Pass` in which it ran.
+    appends the `Pass` in which it ran. `whole` makes the arguments of `f` from
+    the tensors.
     """
 
     @placement.custom_gradient
-    def forward(*args):
+    def forward(*tensors):
         with record.stop_recording(), rematerialization.Pass() as first:
+            args, kwargs = whole(tensors)
             result = f(*args, **kwargs)
         passes.append(first)
         before = [(v, tf.convert_to_tensor(v.value)) for v in first.changed]
@@ -44,18 +51,20 @@ def _recomputed(f, kwargs, passes):
         def gradient(*upstream, variables=None):
             variables = list(variables or ())
             with tf.GradientTape() as tape:
-                again = [_after(x, upstream, variables) for x in args]
+                again = [_after(x, upstream, variables) for x in tensors]
                 tape.watch([*again, *variables])
                 with rematerialization.Pass(before) as second:
-                    result = f(*again, **kwargs)
+                    args, kwargs = whole(again)
+                    result = f(*args, **kwargs)
             found = tape.gradient(
                 tf.nest.flatten((result, second.losses)),
                 [*again, *variables],
                 output_gradients=list(upstream),
                 unconnected_gradients=tf.UnconnectedGradients.ZERO,
             )
-            of_args, of_variables = found[: len(args)], found[len(args) :]
-            return (of_args, of_variables) if variables else of_args
+            count = len(tensors)
+            of_tensors, of_variables = found[:count], found[count:]
+            return (of_tensors, of_variables) if variables else of_tensors
 
         return (result, first.losses), gradient
 
