@@ -6,8 +6,8 @@
 
 The models are the tiny ones of `plan_survey.py`, each in a process of its own.
 `--target` compiles the step for an accelerator that is not there (JAX). Results
-are kept in `collectives_survey.json`, a line for each model, so a run can be
-stopped and goes on with the rest; `--again` counts the named models anew.
+are kept in `collectives_survey.json`, a line for each model. A run that was
+stopped goes on with the other models; `--again` counts the named ones again.
 `collectives.md` is written from it.
 """
 
@@ -44,7 +44,7 @@ def parse():
     add("names", nargs="*", help="models; all by default")
     add("--devices", type=int, default=2)
     add("--target", default="", help="an accelerator, such as h100 (JAX)")
-    add("--again", action="store_true", help="count what is counted already")
+    add("--again", action="store_true", help="count models again")
     add("--timeout", type=int, default=300, help="seconds for each model")
     add("--folder", type=pathlib.Path, default=FOLDER, help="of the results")
     # How this script calls itself.
@@ -72,7 +72,7 @@ def mesh_of(count, target):
 
 
 def outputs_of(model, x):
-    """Returns what a model gives for a batch, as `KerasTensor`s."""
+    """Returns the outputs of a model for a batch, as `KerasTensor`s."""
     import keras
 
     batch = keras.tree.map_structure(
@@ -172,7 +172,7 @@ def measure(arguments, backend, name, folder):
 def forked(arguments, name, out):
     """Runs a model in a copy of this process; returns why it failed.
 
-    Most of the time of a small model is that of imports, which the copy has.
+    A small model takes less time than the imports, which the copy has done.
     Nothing here has started the framework yet.
     """
     log = out.with_suffix(".log")
@@ -303,7 +303,7 @@ def lines_of(name, row):
 
 
 def short(why):
-    """Returns the part of a reason that tells what is not predicted."""
+    """Returns the part of a reason about what the plan does not predict."""
     parts = why.split("; ")
     return next((p for p in parts if "does not predict" in p), parts[0])
 

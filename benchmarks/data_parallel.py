@@ -10,8 +10,9 @@ awaits one after the other. The same model takes turns with both.
 
 import argparse
 import os
-import sys
 import time
+
+import relaunch
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--devices", type=int, default=2)
@@ -19,18 +20,12 @@ parser.add_argument("--hidden", type=int, default=64)
 parser.add_argument("--layers", type=int, default=8)
 parser.add_argument("--steps", type=int, default=10, help="steps of a turn")
 parser.add_argument("--rounds", type=int, default=20, help="turns of each")
-parser.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
+relaunch.add_argument(parser)
 OPTIONS = parser.parse_args()
 os.environ["KERAS_BACKEND"] = "torch"
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from keras_tp import launch
-
-if not OPTIONS.launched:
-    count = str(OPTIONS.devices)
-    arguments = [*sys.argv[1:], "--launched"]
-    launch.main(["--devices", count, os.path.abspath(__file__), *arguments])
-    sys.exit()
+relaunch.in_processes(OPTIONS)
 
 import decoder
 import numpy as np

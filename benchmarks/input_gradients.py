@@ -14,8 +14,9 @@ so it shows how much of the time is hidden.
 
 import argparse
 import os
-import sys
 import time
+
+import relaunch
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--devices", type=int, default=2)
@@ -24,18 +25,12 @@ parser.add_argument("--layers", type=int, default=2)
 parser.add_argument("--milliseconds", type=float, default=0)
 parser.add_argument("--steps", type=int, default=5, help="steps of a turn")
 parser.add_argument("--rounds", type=int, default=40, help="turns of each")
-parser.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
+relaunch.add_argument(parser)
 OPTIONS = parser.parse_args()
 os.environ["KERAS_BACKEND"] = "torch"
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from keras_tp import launch
-
-if not OPTIONS.launched:
-    count = str(OPTIONS.devices)
-    arguments = [*sys.argv[1:], "--launched"]
-    launch.main(["--devices", count, os.path.abspath(__file__), *arguments])
-    sys.exit()
+relaunch.in_processes(OPTIONS)
 
 import decoder
 import numpy as np

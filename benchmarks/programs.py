@@ -1,7 +1,7 @@
 """Compares compiled train steps on JAX: keras_tp, by hand, and on one device.
 
-The sides are those of `sides_jax.py`. What XLA says of each program, on one
-device, does not depend on how busy the machine is.
+The programs are those that `sides_jax.py` times. The figures are XLA's, for one
+device. They are the same on a busy machine.
 
     python benchmarks/programs.py --devices 4
 """

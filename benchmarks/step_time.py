@@ -24,8 +24,9 @@ import json
 import os
 import pathlib
 import platform
-import sys
 import time
+
+import relaunch
 
 BACKENDS = ("jax", "tensorflow", "torch")
 # Of `decoder.py`, which cannot be imported before the backend is chosen.
@@ -44,7 +45,7 @@ def parse_options():
     add("--rounds", type=int, default=20, help="turns of each")
     add("--jit", action="store_true", help="torch: compile the steps")
     add("--json", metavar="FILE", help="where to write all times")
-    add("--launched", action="store_true", help=argparse.SUPPRESS)
+    relaunch.add_argument(parser)
     options = parser.parse_args()
     if options.devices is None:
         options.devices = 2 if options.backend == "torch" else 4
@@ -68,14 +69,7 @@ if OPTIONS.backend == "torch":
     # A process is a device of one thread. Read when torch is imported.
     os.environ["OMP_NUM_THREADS"] = "1"
 
-from keras_tp import launch
-
-if not OPTIONS.launched:
-    # The devices have to exist before the backend starts.
-    count = str(OPTIONS.devices)
-    arguments = [*sys.argv[1:], "--launched"]
-    launch.main(["--devices", count, os.path.abspath(__file__), *arguments])
-    sys.exit()
+relaunch.in_processes(OPTIONS)
 
 import keras
 import numpy as np

@@ -174,5 +174,5 @@ def test_collectives_survey(tmp_path):
     count, size = row["counted"]["all_reduce"]
     line = f"| llama | all-reduce | {count}: {size} | {count}: {size} | equal |"
     assert line in (tmp_path / "collectives.md").read_text()
-    # What is counted already is kept.
+    # A model that has a result is not counted again.
     assert run(*arguments) == ""

@@ -9,7 +9,6 @@ import h5py
 import keras
 import numpy as np
 import pytest
-from keras.src.callbacks import callback_list
 
 from integration_tests import harness
 from keras_tp.backend import distribution_lib
@@ -252,25 +251,18 @@ def set_on_the_instance():
     return lambda_callback
 
 
-def test_numbers_of_a_batch_are_read_only_for_a_callback(monkeypatch):
-    read = []
-    original = callback_list.python_utils.pythonify_logs
-    monkeypatch.setattr(
-        callback_list.python_utils,
-        "pythonify_logs",
-        lambda logs: read.append(bool(logs)) or original(logs),
-    )
+def test_numbers_of_a_batch_are_read_only_for_a_callback(logs_read):
     with harness.model_parallel(LAYOUTS, harness.fitted((1, 2))).scope():
         model = network()
         fit(model, [])
         # The end of each epoch, and of training.
         batches = 3 if keras.config.backend() == "tensorflow" else 0
-        assert sum(read) == (batches + 1) * EPOCHS + 1
+        assert sum(logs_read) == (batches + 1) * EPOCHS + 1
         for make in (Looks, LooksAtAny, set_on_the_instance):
-            read.clear()
+            logs_read.clear()
             looks = make()
             losses = fit(model, [looks])
             assert len(looks.losses) == 3 * EPOCHS
             # The loss of an epoch is the mean so far.
             np.testing.assert_allclose(looks.losses[2::3], losses, rtol=1e-6)
-            assert sum(read) == 4 * EPOCHS + 1
+            assert sum(logs_read) == 4 * EPOCHS + 1

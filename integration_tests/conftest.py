@@ -18,6 +18,7 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 
 import keras
 import pytest
+from keras.src.utils import python_utils
 
 import keras_tp
 from integration_tests import slow_tests
@@ -44,3 +45,20 @@ def reset_global_state():
     _reset()
     yield
     _reset()
+
+
+@pytest.fixture
+def logs_read(monkeypatch):
+    """List with a boolean for each dict of logs that Keras has read.
+
+    It is `False` where the dict was empty.
+    """
+    found = []
+    original = python_utils.pythonify_logs
+
+    def pythonify_logs(logs):
+        found.append(bool(logs))
+        return original(logs)
+
+    monkeypatch.setattr(python_utils, "pythonify_logs", pythonify_logs)
+    return found

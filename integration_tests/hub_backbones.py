@@ -1,4 +1,4 @@
-"""Every backbone of KerasHub under its plan: inputs, models, what is predicted.
+"""Inputs, models and predicted collectives of KerasHub's backbones.
 
 `hub_backbones_test.py` trains them, and `benchmarks/collectives_survey.py`
 counts what they communicate. The models are those of
