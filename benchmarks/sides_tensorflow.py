@@ -28,7 +28,12 @@ def make_sides(options):
     )
     x, y = decoder.make_data(options)
     batches = tf.data.Dataset.from_tensor_slices((x, y))
-    batches = batches.batch(decoder.BATCH_SIZE).prefetch(tf.data.AUTOTUNE)
+    batches = batches.batch(decoder.BATCH_SIZE).prefetch(2)
+    # The thread that tunes a dataset sleeps up to 2.5 seconds in a turn, and
+    # sometimes the end of the turn waits until it wakes up.
+    tuning = tf.data.Options()
+    tuning.autotune.enabled = False
+    batches = batches.with_options(tuning)
 
     def timed(train):
         def turn():

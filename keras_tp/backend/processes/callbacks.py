@@ -34,14 +34,8 @@ _MOMENTS = tuple(
 _SAVING_ORBAX = "Saving with `OrbaxCheckpoint`"
 
 
-def table(read_all=False):
-    """Returns the rows of a hook table.
-
-    Args:
-        read_all: Whether the numbers of each batch are read, as in plain Keras,
-            even if no callback looks at them. To read them is to wait for the
-            step. Defaults to `False`.
-    """
+def table():
+    """Returns the rows of a hook table."""
     folder = "keras.src.callbacks"
     return [
         Hook(
@@ -53,7 +47,7 @@ def table(read_all=False):
         Hook(
             f"{folder}.callback_list:CallbackList",
             _MOMENTS,
-            around(_run_in_step if read_all else _run_if_read),
+            around(_run_if_read),
             "callbacks run in step, and an error names a stuck process",
         ),
         methods_row(
@@ -105,7 +99,10 @@ def _run_in_step(original, self, *args, **kwargs):
 
 
 def _run_if_read(original, self, *args, **kwargs):
-    """Reads the numbers of a batch only if a callback looks at them."""
+    """Reads the numbers of a batch only if a callback looks at them.
+
+    To read them is to wait for the step.
+    """
     if not _is_unread(self.callbacks, original.__name__):
         return _run_in_step(original, self, *args, **kwargs)
 

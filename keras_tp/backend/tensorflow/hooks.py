@@ -32,8 +32,7 @@ TABLE = [
         batches.hook_epoch_iterator,
         "processes read batches in step, or stop with an error",
     ),
-    # After an error, DTensor can raise it again for a step that was under way.
-    *callbacks.table(read_all=True),
+    *callbacks.table(),
     *data_shards.table(processes),
     *one_writer.table(_is_distributed, variables.exporting),
     Hook(

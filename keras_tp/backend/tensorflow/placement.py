@@ -280,17 +280,28 @@ def part_from(parts, wanted):
     return result
 
 
-def wait(outputs):
+def wait(outputs, then=None):
     """Waits for the step that computes some outputs; raises its error.
 
     The outputs are ready together. Reading a DTensor would also wait for the
     steps that were started later. Blocks other Python threads.
+
+    Args:
+        outputs: Structure with the outputs of a step.
+        then: The outputs of a step that was started after it. If the first one
+            fails, this one ends too, and its error is dropped: DTensor would
+            raise it in the next operation.
     """
     for value in tf.nest.flatten(outputs):
         if is_dtensor(value):
-            with _raised_once(dtensor.fetch_layout(value).mesh):
-                for part in dtensor.unpack(value):
-                    part.numpy()
+            try:
+                with _raised_once(dtensor.fetch_layout(value).mesh):
+                    for part in dtensor.unpack(value):
+                        part.numpy()
+            except tf.errors.OpError:
+                with contextlib.suppress(tf.errors.OpError):
+                    wait(then)
+                raise
             return
 
 

@@ -183,12 +183,12 @@ def hook_make_function(original, self, step_function):
     def function(iterator):
         outputs = None
         for _, data in zip(range(self.steps_per_execution), iterator):
-            before = _running.pop(self, None)
+            before, outputs = _running.pop(self, None), None
             try:
                 outputs = run(data)
             finally:
                 # If both steps fail, the first error is the cause.
-                placement.wait(before)
+                placement.wait(before, then=outputs)
             _running[self] = outputs
         if outputs is None:
             raise StopIteration

@@ -139,14 +139,15 @@ def test_to_wait_for_a_step_is_not_to_wait_for_the_next():
     assert time.perf_counter() - waited > waited - start
 
 
-@pytest.mark.parametrize("bad_batch", [0, 1, 3])
+@pytest.mark.parametrize("bad_batches", [[0], [1], [3], [1, 2]])
 @pytest.mark.parametrize(
     "arguments", [{}, {"steps_per_execution": 2}, {"run_eagerly": True}]
 )
-def test_the_error_of_any_step_is_raised(bad_batch, arguments):
+def test_the_error_of_any_step_is_raised(bad_batches, arguments):
     x, y = np.ones((4 * BATCH, 3)), np.ones((4 * BATCH, 2))
     bad = np.array(x)
-    bad[bad_batch * BATCH] = 2 * FORBIDDEN
+    for batch in bad_batches:
+        bad[batch * BATCH] = 2 * FORBIDDEN
     with split().scope():
         model = guarded_model(**arguments)
         for method in (model.fit, model.evaluate):
