@@ -22,7 +22,7 @@ setup(
     license="MIT",
     packages=find_packages(include=["keras_tp", "keras_tp.*"]),
     python_requires=">=3.11",
-    install_requires=["keras>=3.15,<3.16", "numpy", "rich"],
+    install_requires=["keras>=3.15,<3.16", "numpy", "rich", "safetensors"],
     extras_require={
         **BACKENDS,
         "hub": ["keras-hub>=0.32"],

@@ -30,6 +30,8 @@ ADDED = {
         "(model_name, device_mesh, axis, variables, reductions, activations, "
         "split_outputs, without_rule, gathers=())"
     ),
+    "load_checkpoint": "(path, model)",
+    "save_checkpoint": "(path, model, wait=True)",
     "TensorParallel": (
         "(device_mesh=None, batch_dim_name=None, plan=None, overrides=None, "
         "strict=False, auto_shard_dataset=True, sequence_parallel=False, "

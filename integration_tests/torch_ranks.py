@@ -36,6 +36,7 @@ SHARED = [
             "bad_input",
             "blocks",
             "callbacks",
+            "checkpoints",
             "collectives",
             "communication",
             "contamination",

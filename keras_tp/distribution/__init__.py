@@ -1,4 +1,6 @@
 from keras_tp.distribution.ahead_of_time import compile_for
+from keras_tp.distribution.checkpoints import load_checkpoint
+from keras_tp.distribution.checkpoints import save_checkpoint
 from keras_tp.distribution.distribution_lib import DataParallel
 from keras_tp.distribution.distribution_lib import DeviceMesh
 from keras_tp.distribution.distribution_lib import LayoutMap

@@ -20,6 +20,7 @@ from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import batches
 from keras_tp.backend.jax import collective_counter
 from keras_tp.backend.jax import hooks
+from keras_tp.backend.jax import parts
 from keras_tp.backend.jax import processes
 from keras_tp.backend.jax import storage
 from keras_tp.backend.processes import commands
@@ -237,6 +238,16 @@ def variable_bytes_by_device(variable):
         for others in processes.gather(held, "the bytes of a variable"):
             held.update(others)
     return dict(sorted(held.items()))
+
+
+def variable_parts(variable):
+    """Returns the parts of a variable on the devices of this process."""
+    return parts.held(variable)
+
+
+def assign_parts(variable, part_of):
+    """Sets a variable to a value of which each device takes its part."""
+    parts.assign(variable, part_of)
 
 
 def variable_axes(variable):

@@ -21,6 +21,7 @@ from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import collective_counter
 from keras_tp.backend.tensorflow import devices
 from keras_tp.backend.tensorflow import hooks
+from keras_tp.backend.tensorflow import parts
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
 from keras_tp.backend.tensorflow import selfcheck
@@ -148,6 +149,16 @@ def relayout_variable(variable, layout):
     With several processes, each device gathers the whole value first.
     """
     variables.relayout(variable, layout)
+
+
+def variable_parts(variable):
+    """Returns the parts of a variable on the devices of this process."""
+    return parts.held(variable)
+
+
+def assign_parts(variable, part_of):
+    """Sets a variable to a value of which each device takes its part."""
+    parts.assign(variable, part_of)
 
 
 def variable_axes(variable):

@@ -15,6 +15,7 @@ from keras_tp.backend.torch import batches
 from keras_tp.backend.torch import collective_counter
 from keras_tp.backend.torch import hooks
 from keras_tp.backend.torch import launcher
+from keras_tp.backend.torch import parts
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import processes
 from keras_tp.backend.torch import variables
@@ -175,6 +176,16 @@ def variable_bytes_by_device(variable):
     return {
         name: by_process[int(name.split(":")[-1])] for name in sorted(devices)
     }
+
+
+def variable_parts(variable):
+    """Returns the part of a variable that this process holds, in a list."""
+    return parts.held(variable)
+
+
+def assign_parts(variable, part_of):
+    """Sets a variable to a value of which each process takes its part."""
+    parts.assign(variable, part_of)
 
 
 def variable_axes(variable):

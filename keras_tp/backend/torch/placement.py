@@ -203,6 +203,48 @@ def part_of(value, mesh, placements):
     return part
 
 
+def ranges(shape, mesh, placements):
+    """Returns what this process's part has of each dim.
+
+    Returns:
+        Tuple with a list for each dim: starts and ends, one after the other.
+        A dim in blocks has a start and an end for each block.
+    """
+    found = [[(0, size)] for size in shape]
+    for i, placed in enumerate(placements):
+        if isinstance(placed, InBlocks):
+            size = shape[placed.dim] // placed.split_factor
+            small, larger = divmod(size, mesh.size(i))
+            rank = mesh.get_local_rank(i)
+            start = rank * small + min(rank, larger)
+            stop = start + small + (rank < larger)
+            found[placed.dim] = [
+                (block * size + start, block * size + stop)
+                for block in range(placed.split_factor)
+            ]
+    sizes = [sum(stop - start for start, stop in own) for own in found]
+    others = [
+        Replicate() if isinstance(placed, InBlocks) else placed
+        for placed in placements
+    ]
+    sizes, starts = extent(sizes, mesh, others)
+    return tuple(
+        _narrowed(own, start, start + size)
+        for own, start, size in zip(found, starts, sizes)
+    )
+
+
+def _narrowed(limits, first, last):
+    """Returns what a part of some ranges, one after the other, has."""
+    found, place = [], 0
+    for start, stop in limits:
+        a, b = max(first - place, 0), min(last - place, stop - start)
+        if a < b:
+            found.append((start + a, start + b))
+        place += stop - start
+    return found
+
+
 def extent(shape, mesh, placements):
     """Returns the shape of this process's part, and the index of its start.
 

@@ -1,0 +1,390 @@
+"""A folder of safetensors files that several processes write together.
+
+Each process writes one file with its parts of the tensors. The index, a JSON
+file with the name that Hugging Face uses, lists the files and the parts; it is
+replaced last. Until then it lists the older files, which are removed
+afterwards. So a process that is killed leaves the older tensors or the new
+ones.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import pathlib
+import re
+import time
+
+from keras_tp.backend.saving import atomic_files
+from keras_tp.backend.saving import digests
+from keras_tp.backend.saving import tensor_files
+
+INDEX = "model.safetensors.index.json"
+_FORMAT = 1
+_ADDED = "keras_tp"
+_FILE = "model-{token}-{number:05}-of-{count:05}.safetensors"
+_FILES = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors(\.json)?")
+_POLL_S = 0.02
+
+
+def file_name(token, process, count):
+    """Returns the name of the file of one process.
+
+    Args:
+        token: String of eight hexadecimal digits, another one for each save.
+        process: Int, index of the process.
+        count: Int, number of processes.
+    """
+    return _FILE.format(token=token, number=process + 1, count=count)
+
+
+def key_of(name, box, shape):
+    """Returns the name of a part in its file.
+
+    Args:
+        name: String, name of the tensor.
+        box: Tuple with the start and the end in each dim.
+        shape: Tuple of ints, of the tensor.
+    """
+    if all(part == (0, size) for part, size in zip(box, shape)):
+        return name
+    return f"{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
+class Save:
+    """One save of a folder, in one of its processes.
+
+    The processes do not communicate, so that a thread can do it: each one
+    writes a list of its parts beside its file, and process 0 reads them.
+    If a method raises, the files of this process are removed.
+
+    Args:
+        folder: Path of the folder.
+        token: String of eight hexadecimal digits, another one for each save.
+        process: Int, index of this process.
+        count: Int, number of processes.
+    """
+
+    def __init__(self, folder, token, process, count):
+        self._folder, self._process = folder, process
+        self._names = [file_name(token, i, count) for i in range(count)]
+        self._open = contextlib.ExitStack()
+        self._rows = []
+
+    def write(self, entries, rows):
+        """Writes the file of this process.
+
+        Args:
+            entries: See `tensor_files.write`.
+            rows: List with, for each entry: the name of the tensor, its shape,
+                its dtype, the name of the part, and its box.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        folder, name = self._folder, self._names[self._process]
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(
+                "A checkpoint is a folder, but there is a file of this name. "
+                f"Received: path='{folder}'"
+            )
+        with self._removed_on_error():
+            folder.mkdir(parents=True, exist_ok=True)
+            # The folder beside the index tells other runs that the files are
+            # in use. Process 0 keeps it until the index lists them.
+            beside = self._open.enter_context(
+                atomic_files.folder_beside(folder / INDEX)
+            )
+            with atomic_files.full_disk_named(folder / name):
+                found = tensor_files.write(beside / name, entries)
+            os.replace(beside / name, folder / name)
+            atomic_files.flush(folder)
+            self._rows = [
+                [*row[:4], name, row[4], found[row[3]]] for row in rows
+            ]
+            if self._process:
+                self._open.close()
+                self._list_of(name).write_text(json.dumps(self._rows))
+
+    def publish(self, described, seconds):
+        """Makes the files of all processes the current ones, in process 0.
+
+        Args:
+            described: Dict for people, such as the layouts.
+            seconds: Number of seconds to wait for the other processes.
+
+        Raises:
+            OSError: if process 0 does not see the file of another process.
+        """
+        if self._process:
+            return
+        with self._removed_on_error(), self._open:
+            rows, end = self._rows, time.monotonic() + seconds
+            for process, name in enumerate(self._names[1:], 1):
+                rows += self._rows_of(process, name, end)
+            _publish(self._folder, rows, described)
+
+    def abandon(self):
+        """Removes the files of this process, unless the index lists them."""
+        self._open.close()
+        name = self._names[self._process]
+        if name in _listed(self._folder):
+            return
+        for path in (self._folder / name, self._list_of(name)):
+            path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _removed_on_error(self):
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _list_of(self, name):
+        return self._folder / f"{name}.json"
+
+    def _rows_of(self, process, name, end):
+        """Waits for the list of another process; returns its rows."""
+        while True:
+            # A part of the list may be there.
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                return json.loads(self._list_of(name).read_bytes())
+            if time.monotonic() > end:
+                raise FileNotFoundError(
+                    f"Process 0 does not see '{self._list_of(name)}', which "
+                    f"process {process} writes. Save to a folder that all "
+                    "machines share."
+                )
+            time.sleep(_POLL_S)
+
+
+def _publish(folder, rows, described):
+    """Makes the files of all processes the current ones; removes older ones."""
+    tensors = {}
+    for name, shape, dtype, key, file, box, digest in rows:
+        held = {"dtype": dtype, "shape": shape, "parts": []}
+        tensors.setdefault(name, held)["parts"].append(
+            {"key": key, "file": file, "box": box, "sha256": digest}
+        )
+    tensors = dict(sorted(tensors.items()))
+    added = {"format": _FORMAT, "tensors": tensors, "described": described}
+    sizes = [
+        math.prod(held["shape"])
+        * tensor_files.numpy_dtype(held["dtype"]).itemsize
+        for held in tensors.values()
+    ]
+    text = json.dumps(
+        {
+            "metadata": {
+                "total_size": sum(sizes),
+                _ADDED: {**added, "sha256": _digest(added)},
+            },
+            "weight_map": {key: file for _, _, _, key, file, *_ in rows},
+        },
+        indent=1,
+    )
+    removed = _listed(folder)
+    # Other runs that write to this folder have not listed their files yet.
+    if not atomic_files.are_others_writing(folder / INDEX):
+        removed |= set(filter(_FILES.fullmatch, os.listdir(folder)))
+    with atomic_files.replaced(folder / INDEX) as new:
+        pathlib.Path(new).write_text(text)
+    used = {file for _, _, _, _, file, *_ in rows}
+    removed |= {f"{file}.json" for file in used}
+    for name in removed - used:
+        # The new files are current; the next save tries again.
+        with contextlib.suppress(OSError):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _digest(added):
+    text = json.dumps(added, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _listed(folder):
+    """Returns the own files that the index lists; none if it is damaged."""
+    try:
+        listed = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        return set(filter(_FILES.fullmatch, listed.values()))
+    except digests.READING_ERRORS:
+        return set()
+
+
+class CheckpointFolder:
+    """The tensors of a checkpoint, to be read part by part.
+
+    Args:
+        path: String or path of the folder.
+
+    Attributes:
+        tensors: Dict from a tensor's name to its shape and its dtype's name.
+        described: Dict that the save was given.
+
+    Raises:
+        UnreadableFileError: if the index or a file is damaged, or if they do
+            not belong together. Values are compared by `check` only.
+    """
+
+    def __init__(self, path):
+        self.path = pathlib.Path(path)
+        try:
+            with digests.reading():
+                added = self._read_index()
+                self.described = added["described"]
+                self.tensors, self._parts, self._files = {}, {}, {}
+                for name, held in added["tensors"].items():
+                    self._add(name, held)
+        except digests.UnreadableFileError as e:
+            raise digests.UnreadableFileError(
+                f"The checkpoint in '{self.path}' is damaged. {e}"
+            ) from e
+
+    def _read_index(self):
+        index = self.path / INDEX
+        if not index.is_file():
+            raise FileNotFoundError(
+                f"There is no checkpoint in '{self.path}': it has no file "
+                f"'{INDEX}'."
+            )
+        try:
+            config = json.loads(index.read_bytes(), object_pairs_hook=_once)
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"'{index}' is damaged: {e}") from e
+        added = config["metadata"].get(_ADDED)
+        if added is None:
+            raise ValueError(
+                f"'{index}' was not written by `save_checkpoint`: it has no "
+                f"{_ADDED!r} in its metadata."
+            )
+        if added["format"] != _FORMAT:
+            raise ValueError(
+                f"'{index}' has the format {added['format']!r}; this version "
+                f"of keras_tp reads {_FORMAT}."
+            )
+        if added.pop("sha256") != _digest(added):
+            raise ValueError(
+                f"'{index}' is not as it was saved: its SHA-256 differs."
+            )
+        listed = {
+            part["key"]: part["file"]
+            for held in added["tensors"].values()
+            for part in held["parts"]
+        }
+        if config["weight_map"] != listed:
+            raise ValueError(
+                f"The `weight_map` of '{index}' is not the one that was saved."
+            )
+        return added
+
+    def _add(self, name, held):
+        shape, dtype = tuple(held["shape"]), held["dtype"]
+        boxes = []
+        for part in held["parts"]:
+            box = tuple((int(start), int(stop)) for start, stop in part["box"])
+            size = tuple(stop - start for start, stop in box)
+            found = self._file(part["file"]).tensors.get(part["key"])
+            if found != (size, dtype):
+                raise ValueError(
+                    f"'{self.path / part['file']}' has to hold "
+                    f"{part['key']!r} as {dtype} of shape {size}. Received: "
+                    f"{found}"
+                )
+            boxes.append((box, part))
+        _check_tiles(name, shape, [box for box, _ in boxes])
+        self.tensors[name] = shape, dtype
+        self._parts[name] = boxes
+
+    def _file(self, name):
+        if name not in self._files:
+            if pathlib.PurePath(name).name != name:
+                raise ValueError(
+                    "A file must be in the same folder as the index that lists "
+                    f"it. Received: {name!r}"
+                )
+            self._files[name] = tensor_files.TensorFile(self.path / name)
+        return self._files[name]
+
+    def check(self, name, boxes):
+        """Compares the parts that overlap with some boxes with their digests.
+
+        Args:
+            name: String, name of the tensor.
+            boxes: List of tuples with the start and the end in each dim.
+
+        Raises:
+            UnreadableFileError: if a value differs, with its name and file.
+        """
+        for box, part in self._parts[name]:
+            if not _overlaps(box, boxes):
+                continue
+            file = self._file(part["file"])
+            with digests.reading():
+                digest = file.digest(part["key"])
+            if digest != part["sha256"]:
+                raise digests.UnreadableFileError(
+                    f"The value of {part['key']!r} in "
+                    f"'{self.path / part['file']}' is not the one that was "
+                    "saved: its SHA-256 differs."
+                )
+
+    def copy_to(self, target, name, wanted):
+        """Copies a box of a tensor into an array of the box's shape."""
+        for box, part in self._parts[name]:
+            shared = _shared(box, wanted)
+            if shared is None:
+                continue
+            own = tuple(
+                slice(start - offset, stop - offset)
+                for (start, stop), (offset, _) in zip(shared, box)
+            )
+            there = tuple(
+                slice(start - offset, stop - offset)
+                for (start, stop), (offset, _) in zip(shared, wanted)
+            )
+            file = self._file(part["file"])
+            # The ellipsis makes a view of an array without dims, too.
+            file.copy_to(target[(*there, ...)], part["key"], own)
+
+
+def _once(pairs):
+    """Returns a dict of the pairs of a JSON object; refuses a name twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"The index lists {twice!r} twice.")
+    return found
+
+
+def _shared(box, other):
+    """Returns the box that two boxes share, or `None`."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other))
+    return shared if all(start < stop for start, stop in shared) else None
+
+
+def _overlaps(box, others):
+    # The box of a scalar is an empty tuple.
+    return any(_shared(box, other) is not None for other in others)
+
+
+def _check_tiles(name, shape, boxes):
+    """Checks that boxes cover a shape, each of its elements once."""
+    count = 0
+    for i, box in enumerate(boxes):
+        inside = len(box) == len(shape) and all(
+            0 <= start <= stop <= size
+            for (start, stop), size in zip(box, shape)
+        )
+        if not inside or _overlaps(box, boxes[:i]):
+            raise ValueError(
+                f"The parts of {name!r} overlap or leave its shape {shape}. "
+                f"Received: {box}"
+            )
+        count += math.prod([b - a for a, b in box])
+    if count != math.prod(shape):
+        raise ValueError(
+            f"The parts of {name!r} hold {count} numbers; its shape is {shape}."
+        )

@@ -1,0 +1,255 @@
+"""The state of a model by the names of its tensors, and the parts of them."""
+
+import collections
+import itertools
+import warnings
+
+import keras
+import numpy as np
+from keras import layers
+from keras.src import backend as keras_backend
+from keras.src.layers.convolutional.base_conv import BaseConv
+from keras.src.saving import saving_lib
+from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.utils import naming
+
+from keras_tp.backend.saving import tensor_files
+from keras_tp.distribution import model_state
+from keras_tp.distribution import variable_origin
+
+# Methods that only assign the variables that were saved.
+_PLAIN = [
+    layer.load_own_variables
+    for layer in (
+        layers.Layer,
+        layers.Dense,
+        layers.EinsumDense,
+        layers.Embedding,
+        BaseConv,
+    )
+]
+# Path of what Keras does not save: counters of random seeds, and metrics.
+_REST = "state"
+
+
+def state_of(model, folder=None):
+    """Returns the state of a model, under the names that Keras gives it.
+
+    A collective if a layer saves values that are not its variables.
+
+    Args:
+        model: Built `keras.Model`.
+        folder: `CheckpointFolder` that is loaded. Its names have to be the
+            same. Defaults to `None`.
+
+    Returns:
+        List with, for each tensor: its name, the variable or the array, and
+        the layer if it loads what it saved by itself.
+    """
+    found, seen = [], set()
+    for path, saveable in _walk(model, "", set()):
+        values = _own_variables(saveable)
+        owner = None
+        if values is None:
+            owner, values = saveable, {}
+            saveable.save_own_variables(values)
+        for key, value in values.items():
+            name = f"{path}/vars/{key}".lstrip("/")
+            if isinstance(value, keras.Variable):
+                seen.add(id(value))
+            else:
+                value = np.asarray(keras_backend.convert_to_numpy(value))
+            found.append((name, value, owner))
+    counts = collections.Counter()
+    for variable, role in model_state.variables_of(model):
+        if id(variable) not in seen:
+            name = f"{_REST}/{role}/{counts[role]}"
+            found.append((name, variable, None))
+            counts[role] += 1
+    return found if folder is None else _fitting(found, folder)
+
+
+def _walk(saveable, path, visited):
+    """Yields the paths and the parts of a model that Keras saves."""
+    if id(saveable) in visited:
+        return
+    visited.add(id(saveable))
+    if isinstance(saveable, KerasSaveable):
+        yield path, saveable
+        children = saving_lib._walk_saveable(saveable)
+    else:
+        names, children = {}, []
+        if isinstance(saveable, dict):
+            saveable = saveable.values()
+        for child in saveable:
+            # Names are those of classes. Names of layers may differ between
+            # two instances of a model.
+            name = "container"
+            if isinstance(child, KerasSaveable):
+                name = naming.to_snake_case(type(child).__name__)
+            children.append((saving_lib._get_unique_name(name, names), child))
+    for name, child in children:
+        if isinstance(child, (KerasSaveable, list, dict, tuple)):
+            yield from _walk(child, f"{path}/{name}", visited)
+
+
+def _own_variables(saveable):
+    """Returns a dict of the variables that can be saved as they are.
+
+    `None` if a layer has its own way to save and load them.
+    """
+    if isinstance(saveable, keras.optimizers.Optimizer):
+        own = saveable.variables
+    elif not hasattr(saveable, "save_own_variables"):
+        return {}
+    elif type(saveable).load_own_variables in _PLAIN:
+        # With LoRA, Keras saves the product and loses the adapters.
+        own = saveable._trainable_variables + saveable._non_trainable_variables
+    else:
+        return None
+    return {str(i): variable for i, variable in enumerate(own)}
+
+
+def _fitting(state, folder):
+    """Returns the state that a folder has; raises if names differ."""
+    metrics = f"{_REST}/{variable_origin.METRIC}/"
+    own = [row[0] for row in state]
+    # Metrics have no variables before the first step.
+    if any(
+        (name in folder.tensors) != (name in own)
+        for name in {
+            name for name in (*own, *folder.tensors) if name.startswith(metrics)
+        }
+    ):
+        state = [row for row in state if not row[0].startswith(metrics)]
+    own = {row[0] for row in state}
+    saved = {n for n in folder.tensors if n in own or not n.startswith(metrics)}
+    for names, text in (
+        (own - saved, "lacks {!r}, which the model has"),
+        (saved - own, "has {!r}, which the model lacks"),
+    ):
+        if names:
+            raise ValueError(
+                f"The checkpoint in '{folder.path}' does not fit the model: it "
+                f"{text.format(min(names))}. Build and compile the model as "
+                f"when it was saved. Received: {len(names)} such names"
+            )
+    return state
+
+
+def build_optimizer(model, folder):
+    """Builds the optimizer if the folder has its slots."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or optimizer.built:
+        return
+    if f"optimizer/vars/{len(optimizer.variables)}" in folder.tensors:
+        with model_state.entered(model):
+            optimizer.build(model.trainable_variables)
+
+
+def written_pieces(lib, value):
+    """Yields the boxes of a tensor that this process writes.
+
+    Yields:
+        Pairs of a box and a function that returns its array. The function
+        holds no array, so one variable at a time is in the host's memory.
+    """
+    if not isinstance(value, keras.Variable):
+        if lib.process_id() == 0:
+            yield tuple((0, size) for size in value.shape), lambda: value
+        return
+    for ranges, is_written, read_part in lib.variable_parts(value):
+        for box, position in boxes_of(ranges) if is_written else ():
+
+            def read(read_part=read_part, position=position):
+                return read_part()[position]
+
+            yield box, read
+
+
+def held_boxes(lib, value):
+    """Returns the boxes of a tensor that the devices of this process hold."""
+    if not isinstance(value, keras.Variable):
+        return [tuple((0, size) for size in value.shape)]
+    return [
+        box
+        for ranges, *_ in lib.variable_parts(value)
+        for box, _ in boxes_of(ranges)
+    ]
+
+
+def check_fits(folder, state):
+    """Compares shapes and dtypes; warns of floats that are converted."""
+    converted = []
+    for name, value, _ in state:
+        shape, dtype = folder.tensors[name]
+        held = keras_backend.standardize_dtype(value.dtype)
+        path = getattr(value, "path", name)
+        if shape != tuple(value.shape) or _kind(dtype) != _kind(held):
+            raise ValueError(
+                f"The checkpoint in '{folder.path}' does not fit the model: "
+                f"{name!r} was saved as {dtype} of shape {shape}, but {path!r} "
+                f"is {held} of shape {tuple(value.shape)}."
+            )
+        if dtype != held and _kind(dtype) == "float":
+            converted.append(f"{path!r} from {dtype} to {held}")
+    if converted:
+        warnings.warn(
+            f"The checkpoint in '{folder.path}' has other dtypes than the "
+            f"model. Loading converts {converted[0]}. Received: "
+            f"{len(converted)} such variables",
+            stacklevel=4,
+        )
+
+
+def _kind(dtype):
+    if keras_backend.is_float_dtype(dtype):
+        return "float"
+    # JAX has steps of 32 bits, TensorFlow of 64.
+    return "int" if keras_backend.is_int_dtype(dtype) else dtype
+
+
+def reader(folder, name, value):
+    """Returns a function that reads the part of a tensor in some ranges."""
+    dtype = keras_backend.standardize_dtype(value.dtype)
+
+    def part_of(ranges):
+        size = [sum(stop - start for start, stop in own) for own in ranges]
+        part = np.empty(size, tensor_files.numpy_dtype(dtype))
+        for box, position in boxes_of(ranges):
+            folder.copy_to(part[position], name, box)
+        return part
+
+    return part_of
+
+
+def load_owners(folder, state):
+    """Lets layers load by themselves what they saved by themselves."""
+    stores = {}
+    for name, value, owner in state:
+        if owner is not None:
+            whole = tuple([(0, size)] for size in value.shape)
+            _, store = stores.setdefault(id(owner), (owner, {}))
+            read = reader(folder, name, value)
+            store[name.rpartition("/")[2]] = read(whole)
+    for owner, store in stores.values():
+        owner.load_own_variables(store)
+
+
+def boxes_of(ranges):
+    """Yields the boxes of a part, and their positions in its array.
+
+    Args:
+        ranges: Tuple with a list for each dim: the starts and ends of what the
+            part has of this dim, one after the other.
+    """
+    dims = []
+    for own in ranges:
+        stops = list(itertools.accumulate(stop - start for start, stop in own))
+        starts = [0, *stops[:-1]]
+        dims.append(list(zip(own, map(slice, starts, stops))))
+    for found in itertools.product(*dims):
+        box = tuple(limits for limits, _ in found)
+        if all(start < stop for start, stop in box):
+            # The ellipsis makes a view of an array without dims, too.
+            yield box, (*(position for _, position in found), ...)

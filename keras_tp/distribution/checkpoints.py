@@ -1,0 +1,236 @@
+"""Saves and loads a model as a folder of safetensors files.
+
+No process ever holds more than its own part of a variable: each one writes its
+part, and reads what its devices hold, whatever mesh, number of processes or
+backend wrote the folder.
+"""
+
+import functools
+import os
+import pathlib
+import secrets
+import threading
+
+import keras
+import numpy as np
+from keras.src import backend as keras_backend
+
+from keras_tp import backend
+from keras_tp.backend import random_state
+from keras_tp.backend.processes import timeouts
+from keras_tp.backend.saving import checkpoint_folder
+from keras_tp.backend.saving import digests
+from keras_tp.backend.saving import tensor_files
+from keras_tp.distribution import checkpoint_state
+from keras_tp.distribution import model_state
+
+_WRITE = "write a checkpoint"
+# The save that was started last, until it is waited for.
+_running = []
+
+
+def save_checkpoint(path, model, wait=True):
+    """Saves the state of a model as a folder of safetensors files.
+
+    Every process writes its own part of each variable: weights, optimizer
+    slots, the number of the step, metrics and random state. The files become
+    the current ones with one rename. If a process is killed before it, the
+    older checkpoint in the folder stays. A collective: call it in every
+    process, with a folder that all of them share.
+
+    `model.safetensors.index.json` lists the files, as Hugging Face's do. A
+    variable that is split has the indices of each part after its name, as in
+    `layers/dense/vars/0[0:64,0:128]`.
+
+    Args:
+        path: String or path of the folder. It is created if it does not exist.
+        model: Built `keras.Model`.
+        wait: Boolean. With `False` training goes on while a thread writes the
+            files. The values are those of this call: the process copies its
+            part of the variables. An error is printed, and raised by the next
+            call of `save_checkpoint` or `load_checkpoint`. Defaults to `True`.
+
+    Raises:
+        ValueError: if the model is not built.
+        OSError: if a process cannot write. The older checkpoint is unchanged.
+    """
+    _finish()
+    _check_built(model, "saved")
+    lib = backend.load("distribution_lib")
+    entries, rows = [], []
+    for name, value, _ in checkpoint_state.state_of(model):
+        dtype = keras_backend.standardize_dtype(value.dtype)
+        if not tensor_files.can_hold(dtype):
+            raise ValueError(
+                f"safetensors has no dtype for {name!r}. Received: "
+                f"dtype={dtype!r}"
+            )
+        shape = tuple(value.shape)
+        for box, read in checkpoint_state.written_pieces(lib, value):
+            key = checkpoint_folder.key_of(name, box, shape)
+            size = tuple(stop - start for start, stop in box)
+            if not wait:
+                # A copy, because training changes the variable.
+                read = functools.partial(np.asarray, np.array(read()))
+            entries.append((key, size, dtype, read))
+            rows.append([name, shape, dtype, key, box])
+    save = checkpoint_folder.Save(
+        pathlib.Path(os.path.realpath(path)),
+        lib.from_first_process(secrets.token_hex(4)),
+        lib.process_id(),
+        lib.num_processes(),
+    )
+    described = _description_of(model)
+    if not wait:
+        thread = _Thread(save, entries, rows, described)
+        thread.start()
+        _running.append(thread)
+        return
+    with timeouts.longer():
+        try:
+            _in_all(lambda: save.write(entries, rows), _WRITE)
+            seconds = timeouts.timeout()
+            _in_all(lambda: save.publish(described, seconds), _WRITE)
+        except BaseException:
+            save.abandon()
+            raise
+
+
+class _Thread(threading.Thread):
+    """Writes a checkpoint, and keeps the error.
+
+    The interpreter does not end before the thread does.
+    """
+
+    def __init__(self, save, entries, rows, described):
+        super().__init__(name="keras_tp checkpoint")
+        self._save, self._described = save, described
+        self._entries, self._rows = entries, rows
+        self._error = None
+
+    def run(self):
+        try:
+            self._save.write(self._entries, self._rows)
+            self._save.publish(self._described, timeouts.LONGEST_S)
+        except BaseException as e:
+            self._error = e
+            # Prints it.
+            raise
+
+    def wait(self):
+        """Waits for the end, and raises the error."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _finish():
+    """Waits for a save in a thread. A collective if one was started."""
+    while _running:
+        thread = _running.pop()
+        with timeouts.longer():
+            _in_all(thread.wait, _WRITE)
+
+
+def load_checkpoint(path, model):
+    """Loads the state of a model from a folder of safetensors files.
+
+    Each process reads the parts that its devices hold. The mesh, the number of
+    processes and the backend may differ from those that saved the folder. All
+    that is read is compared with its SHA-256 before a variable changes. A
+    collective: call it in every process.
+
+    The random state of Python, numpy and the framework is set, too, so that
+    training goes on as it would have.
+
+    Args:
+        path: String or path of a folder that `save_checkpoint` wrote.
+        model: Built `keras.Model` with the layers that were saved. If it is
+            compiled, its optimizer is loaded too.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint in the folder.
+        ValueError: if a file is damaged or does not fit the model, with the
+            name of the file or the variable. The model is unchanged.
+    """
+    _finish()
+    _check_built(model, "loaded")
+    lib = backend.load("distribution_lib")
+
+    def read():
+        folder = checkpoint_folder.CheckpointFolder(path)
+        checkpoint_state.build_optimizer(model, folder)
+        state = checkpoint_state.state_of(model, folder)
+        checkpoint_state.check_fits(folder, state)
+        for name, value, _ in state:
+            folder.check(name, checkpoint_state.held_boxes(lib, value))
+        found[:] = folder, state
+
+    found = []
+    with timeouts.longer():
+        _in_all(read, "read a checkpoint")
+        folder, state = found
+        for name, value, owner in state:
+            if owner is None:
+                read_part = checkpoint_state.reader(folder, name, value)
+                lib.assign_parts(value, read_part)
+        checkpoint_state.load_owners(folder, state)
+        random_state.restore(model, folder.described["random"])
+
+
+def _in_all(function, what):
+    """Runs a function in every process; an error in one is an error in all.
+
+    A collective.
+
+    Args:
+        function: Function without arguments. It returns a small value.
+        what: String, what the function does, as in `"write a file"`.
+
+    Returns:
+        List of what the functions returned.
+    """
+    processes = backend.load("processes")
+    result, error = None, None
+    try:
+        result = function()
+    except digests.READING_ERRORS as e:
+        error = e
+    message = error and f"{type(error).__name__}: {error}"
+    answers = processes.gather([message, result], f"To {what}")
+    if error is not None:
+        raise error
+    for index, (message, _) in enumerate(answers):
+        if message:
+            raise OSError(f"Process {index} could not {what}: {message}")
+    return [result for _, result in answers]
+
+
+def _check_built(model, done):
+    if not model.built:
+        raise ValueError(
+            f"Model {model.name!r} is not built, so it has no variables to be "
+            f"{done}. Call it on a batch, or `build`, before."
+        )
+
+
+def _description_of(model):
+    """Returns a dict of what a person may want to know of a checkpoint."""
+    parallel = model_state.distribution_of(model)
+    mesh = getattr(parallel, "device_mesh", None)
+    layouts = {
+        variable.path: [
+            list(axis) if isinstance(axis, tuple) else axis
+            for axis in variable._layout.axes
+        ]
+        for variable, _ in model_state.variables_of(model)
+        if getattr(variable, "_layout", None) is not None
+    }
+    return {
+        "model": model.name,
+        "backend": keras.config.backend(),
+        "keras": keras.__version__,
+        "mesh": mesh and dict(zip(mesh.axis_names, map(int, mesh.shape))),
+        "layouts": layouts,
+        "random": random_state.noted(model),
+    }
