@@ -215,6 +215,38 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(folder, capsys):
         distribution.load_checkpoint(folder, model)
 
 
+def with_own_loading(units=4):
+    """A layer that saves and loads by itself, and adapters of LoRA."""
+    normalize = layers.Normalization(name="normalize")
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            normalize,
+            layers.Dense(8, name="up"),
+            layers.Dense(units, name="down"),
+        ]
+    )
+    model.get_layer("up").enable_lora(2)
+    model.compile("sgd", "mse")
+    return model, normalize
+
+
+def test_layers_that_load_by_themselves_and_adapters(folder):
+    x = np.random.default_rng(0).normal(3, 2, (16, 6)).astype("float32")
+    with under(SHAPES[0]):
+        model, normalize = with_own_loading()
+        normalize.adapt(x)
+        model.fit(x, x[:, :4], verbose=0)
+        distribution.save_checkpoint(folder, model)
+        other, _ = with_own_loading()
+        distribution.load_checkpoint(folder, other)
+        np.testing.assert_array_equal(
+            other.predict(x, verbose=0), model.predict(x, verbose=0)
+        )
+        a, b = (m.get_layer("up").lora_kernel_a for m in (model, other))
+        np.testing.assert_array_equal(np.array(a), np.array(b))
+
+
 def test_other_float_dtypes_are_converted_with_a_warning(folder):
     saved(SHAPES[0], folder)
     with under(SHAPES[0]):

@@ -167,9 +167,12 @@ def written_pieces(lib, value):
             yield box, read
 
 
-def held_boxes(lib, value):
-    """Returns the boxes of a tensor that the devices of this process hold."""
-    if not isinstance(value, keras.Variable):
+def held_boxes(lib, value, whole=None):
+    """Returns the boxes of a tensor that the devices of this process hold.
+
+    All of the tensor, if `whole` is given: a layer that takes whole arrays.
+    """
+    if whole is not None or not isinstance(value, keras.Variable):
         return [tuple((0, size) for size in value.shape)]
     return [
         box

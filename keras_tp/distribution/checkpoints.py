@@ -162,8 +162,9 @@ def load_checkpoint(path, model):
         checkpoint_state.build_optimizer(model, folder)
         state = checkpoint_state.state_of(model, folder)
         checkpoint_state.check_fits(folder, state)
-        for name, value, _ in state:
-            folder.check(name, checkpoint_state.held_boxes(lib, value))
+        for name, value, owner in state:
+            boxes = checkpoint_state.held_boxes(lib, value, whole=owner)
+            folder.check(name, boxes)
         found[:] = folder, state
 
     found = []
@@ -224,7 +225,7 @@ def _description_of(model):
             for axis in variable._layout.axes
         ]
         for variable, _ in model_state.variables_of(model)
-        if getattr(variable, "_layout", None) is not None
+        if hasattr(variable._layout, "axes")
     }
     return {
         "model": model.name,
