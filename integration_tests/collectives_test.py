@@ -324,3 +324,44 @@ def test_all_that_a_loop_does_counts_for_each_of_its_steps():
     }
     assert all(n % 5 == 0 and size % 5 == 0 for n, size in short.values())
     assert all(n % 9 == 0 and size % 9 == 0 for n, size in long.values())
+
+
+EXPERTS = {"experts/kernel": ("model", None, None)}
+
+
+class Experts(layers.Layer):
+    """Experts that all see all tokens, weighted by a router."""
+
+    def __init__(self, normalized):
+        super().__init__(name="experts")
+        self.normalized = normalized
+
+    def build(self, shape):
+        self.router = self.add_weight(shape=(shape[-1], 8), name="router")
+        self.kernel = self.add_weight(
+            shape=(8, shape[-1], shape[-1]), name="kernel"
+        )
+
+    def call(self, x):
+        weights = keras.ops.softmax(keras.ops.matmul(x, self.router))
+        weights, chosen = keras.ops.top_k(weights, 3)
+        if self.normalized:
+            weights = weights / keras.ops.sum(weights, -1, keepdims=True)
+        one_hot = keras.ops.one_hot(chosen, 8, dtype=weights.dtype)
+        weights = keras.ops.sum(one_hot * weights[..., None], axis=1)
+        y = keras.ops.einsum("td,edf->etf", x, self.kernel)
+        y = y * keras.ops.transpose(weights)[..., None]
+        return keras.ops.sum(y, axis=0)
+
+
+@SHAPES
+@pytest.mark.parametrize("normalized", [False, True])
+def test_the_gradient_of_a_router(normalized, shape):
+    # Three for each token: two would be split on JAX, by 2 devices.
+    with harness.model_parallel(EXPERTS, shape).scope():
+        inputs = keras.Input((FEATURES,))
+        model = keras.Model(inputs, Experts(normalized)(inputs))
+        model.compile("sgd", "mse")
+    # The output of the experts, and the gradient of the weights of each token.
+    found = counts(model, floats(BATCH, FEATURES), floats(BATCH, FEATURES))
+    assert found == {"all_reduce": (2, BATCH * (FEATURES + 3) * 4)}

@@ -25,6 +25,7 @@ from keras_tp.backend.torch import reading
 from keras_tp.backend.torch import rematerialization
 from keras_tp.backend.torch import sequence_parallel
 from keras_tp.backend.torch import variables
+from keras_tp.backend.torch.ops import division
 from keras_tp.backend.torch.ops import embedding
 from keras_tp.backend.torch.ops import matmul
 from keras_tp.backend.torch.ops import reshape
@@ -159,6 +160,15 @@ TABLE = [
             ("matmul", matmul.matmul),
             ("tensordot", matmul.settled),
         )
+    ),
+    *(
+        Hook(
+            owner,
+            name,
+            division.hook_divide,
+            "the partial gradient of a quotient has one all-reduce",
+        )
+        for owner, name in (("torch", "divide"), (_DTENSOR, "__truediv__"))
     ),
     Hook(
         _CORE,

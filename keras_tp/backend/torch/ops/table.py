@@ -192,6 +192,16 @@ def expand(op, args, kwargs):
     return _own_way(op, (placement.settled(x), *rest), kwargs)
 
 
+def scatter(op, args, kwargs):
+    """Writes into a copy of a tensor; partial sums are all-reduced first.
+
+    It is the gradient of `topk`. DTensor would scatter the sums, and gather the
+    larger result.
+    """
+    x, dim, places, values = args
+    return _own_way(op, (x, dim, places, placement.settled(values)), kwargs)
+
+
 def added_up(op, args, kwargs):
     """Runs a reduction and all-reduces its partial result.
 
@@ -345,6 +355,7 @@ _OPERATIONS = {
     ),
     along_dim: "cumprod cumsum logcumsumexp unbind.int",
     expand: "expand",
+    scatter: "scatter.src",
     added_up: "amax amin prod prod.dim_int",
     pool_backward: (
         "_adaptive_avg_pool3d_backward adaptive_max_pool2d_backward "
