@@ -72,13 +72,23 @@ def mesh_of(count, target):
 
 
 def outputs_of(model, x):
-    """Returns the outputs of a model for a batch, as `KerasTensor`s."""
+    """Returns the outputs of a model for a batch, as `KerasTensor`s.
+
+    Some models lose a size on the way. Their shapes have `None`.
+    """
     import keras
 
     batch = keras.tree.map_structure(
         lambda array: keras.KerasTensor(array.shape, array.dtype), x
     )
     return model.compute_output_spec(batch)
+
+
+def have_sizes(outputs):
+    """Returns whether the shapes of all outputs are known."""
+    import keras
+
+    return all(None not in leaf.shape for leaf in keras.tree.flatten(outputs))
 
 
 def counted(name, plan):
@@ -95,6 +105,8 @@ def counted(name, plan):
         hub_backbones.compile_model(model)
     x = hub_backbones.inputs_of(model, specs.get(name))
     outputs = outputs_of(model, x)
+    if not have_sizes(outputs):
+        outputs = model.predict_on_batch(x)
     targets = keras.tree.map_structure(lambda o: np.zeros(o.shape), outputs)
     found = distribution.count_collectives(model, x, targets)
     return {kind: list(pair) for kind, pair in found.items()}, outputs
@@ -127,6 +139,10 @@ def compiled(name, plan, target):
         sequence_length=hub_models.LENGTH,
         input_spec=specs.get(name),
     )
+    if not have_sizes(outputs):
+        model = builders[name]()
+        x = hub_backbones.inputs_of(model, specs.get(name))
+        outputs = model.predict_on_batch(x)
     found = {
         kind: [row["count"], row["bytes"]]
         for kind, row in report.collectives.items()
