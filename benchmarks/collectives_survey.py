@@ -314,7 +314,8 @@ def lines_of(name, row):
             lines.append([name, kind.replace("_", "-"), *cells, "", ""])
     if not lines:
         lines = [[name, "none", "", "", "", ""]]
-    lines[0][-2:] = verdict(row), "; ".join(map(short, row["flagged"]))
+    reasons = dict.fromkeys(map(short, row["flagged"]))
+    lines[0][-2:] = verdict(row), "; ".join(reasons)
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 

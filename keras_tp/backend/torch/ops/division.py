@@ -15,15 +15,14 @@ def hook_divide(original, x, divisor, **kwargs):
     the gradient of the weights is a partial sum. DTensor alone all-reduces what
     it gives to the divisor, and again what it gives to the dividend.
 
-    A compiled step does both.
+    In a compiled step it does so still.
     """
     result = original(x, divisor, **kwargs)
     if (
-        isinstance(result, DTensor)
+        not torch.compiler.is_compiling()
         and isinstance(divisor, DTensor)
         and divisor.requires_grad
         and result.requires_grad
-        and not torch.compiler.is_compiling()
     ):
         result.register_hook(placement.settled)
     return result
