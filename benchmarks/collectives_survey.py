@@ -72,23 +72,20 @@ def mesh_of(count, target):
 
 
 def outputs_of(model, x):
-    """Returns the outputs of a model for a batch, as `KerasTensor`s.
-
-    Some models lose a size on the way. Their shapes have `None`.
-    """
+    """Returns the outputs of a model for a batch, as `KerasTensor`s."""
     import keras
+
+    def described(array):
+        return keras.KerasTensor(array.shape, "float32")
 
     batch = keras.tree.map_structure(
         lambda array: keras.KerasTensor(array.shape, array.dtype), x
     )
-    return model.compute_output_spec(batch)
-
-
-def have_sizes(outputs):
-    """Returns whether the shapes of all outputs are known."""
-    import keras
-
-    return all(None not in leaf.shape for leaf in keras.tree.flatten(outputs))
+    outputs = model.compute_output_spec(batch)
+    if any(None in leaf.shape for leaf in keras.tree.flatten(outputs)):
+        # Some models lose a size on the way.
+        outputs = model.predict_on_batch(x)
+    return keras.tree.map_structure(described, outputs)
 
 
 def counted(name, plan):
@@ -105,8 +102,6 @@ def counted(name, plan):
         hub_backbones.compile_model(model)
     x = hub_backbones.inputs_of(model, specs.get(name))
     outputs = outputs_of(model, x)
-    if not have_sizes(outputs):
-        outputs = model.predict_on_batch(x)
     targets = keras.tree.map_structure(lambda o: np.zeros(o.shape), outputs)
     found = distribution.count_collectives(model, x, targets)
     return {kind: list(pair) for kind, pair in found.items()}, outputs
@@ -121,13 +116,15 @@ def compiled(name, plan, target):
     from keras_tp import distribution
 
     builders, specs, _ = hub_backbones.survey()
-    outputs = []
+    model = builders[name]()
+    x = hub_backbones.inputs_of(model, specs.get(name))
+    outputs = outputs_of(model, x)
+    # Layers are numbered as in the plan.
+    keras.utils.clear_session()
 
     def build():
         model = builders[name]()
         hub_backbones.compile_model(model)
-        x = hub_backbones.inputs_of(model, specs.get(name))
-        outputs[:] = keras.tree.flatten(outputs_of(model, x))
         return model
 
     parallel = distribution.TensorParallel(plan=plan, strict=False)
@@ -138,11 +135,8 @@ def compiled(name, plan, target):
         batch_size=hub_backbones.BATCH,
         sequence_length=hub_models.LENGTH,
         input_spec=specs.get(name),
+        target_spec=outputs,
     )
-    if not have_sizes(outputs):
-        model = builders[name]()
-        x = hub_backbones.inputs_of(model, specs.get(name))
-        outputs = model.predict_on_batch(x)
     found = {
         kind: [row["count"], row["bytes"]]
         for kind, row in report.collectives.items()
