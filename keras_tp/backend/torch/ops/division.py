@@ -1,15 +1,15 @@
 """Gradients of quotients."""
 
+import functools
+
 import torch
 from torch.distributed.tensor import DTensor
 
-from keras_tp.backend.hooks import around
 from keras_tp.backend.torch import placement
 
 
-@around
-def hook_divide(original, x, divisor, **kwargs):
-    """All-reduces the gradient of a quotient before it is used twice.
+def hook_divide(original):
+    """Wraps a division; its gradient is all-reduced before it is used twice.
 
     The weights of experts are divided by their sum. Where experts are split,
     the gradient of the weights is a partial sum. DTensor alone all-reduces what
@@ -17,12 +17,21 @@ def hook_divide(original, x, divisor, **kwargs):
 
     In a compiled step it does so still.
     """
-    result = original(x, divisor, **kwargs)
+
+    @functools.wraps(original)
+    def divide(x, divisor, **kwargs):
+        result = original(x, divisor, **kwargs)
+        if not torch.compiler.is_compiling():
+            _settle_gradient(result, divisor)
+        return result
+
+    return divide
+
+
+def _settle_gradient(result, divisor):
     if (
-        not torch.compiler.is_compiling()
-        and isinstance(divisor, DTensor)
+        isinstance(divisor, DTensor)
         and divisor.requires_grad
         and result.requires_grad
     ):
         result.register_hook(placement.settled)
-    return result
