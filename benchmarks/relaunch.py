@@ -24,5 +24,8 @@ def in_processes(options):
         return
     script = os.path.abspath(sys.argv[0])
     arguments = [*sys.argv[1:], "--launched"]
-    launch.main(["--devices", str(options.devices), script, *arguments])
+    places = ["--devices", str(options.devices)]
+    if getattr(options, "processes", None):
+        places += ["--processes", str(options.processes)]
+    launch.main([*places, script, *arguments])
     sys.exit()

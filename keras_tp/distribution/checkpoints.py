@@ -24,7 +24,7 @@ from keras_tp.backend.saving import tensor_files
 from keras_tp.distribution import checkpoint_state
 from keras_tp.distribution import model_state
 
-_WRITE = "write a checkpoint"
+_READ, _WRITE = "read a checkpoint", "write a checkpoint"
 # The save that was started last, until it is waited for.
 _running = []
 
@@ -128,6 +128,7 @@ def _finish():
     """Waits for a save in a thread. A collective if one was started."""
     while _running:
         thread = _running.pop()
+        backend.load("distribution_lib").meet("The end of `save_checkpoint`")
         with timeouts.longer():
             _in_all(thread.wait, _WRITE)
 
@@ -157,20 +158,24 @@ def load_checkpoint(path, model):
     _check_built(model, "loaded")
     lib = backend.load("distribution_lib")
 
+    folder, state = None, []
+
     def read():
+        nonlocal folder
         folder = checkpoint_folder.CheckpointFolder(path)
-        checkpoint_state.build_optimizer(model, folder)
-        state = checkpoint_state.state_of(model, folder)
+
+    def check():
         checkpoint_state.check_fits(folder, state)
         for name, value, owner in state:
             boxes = checkpoint_state.held_boxes(lib, value, whole=owner)
             folder.check(name, boxes)
-        found[:] = folder, state
 
-    found = []
+    lib.meet("`load_checkpoint`")
     with timeouts.longer():
-        _in_all(read, "read a checkpoint")
-        folder, state = found
+        _in_all(read, _READ)
+        checkpoint_state.build_optimizer(model, folder)
+        state = checkpoint_state.state_of(model, folder)
+        _in_all(check, _READ)
         for name, value, owner in state:
             if owner is None:
                 read_part = checkpoint_state.reader(folder, name, value)
