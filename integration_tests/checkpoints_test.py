@@ -10,6 +10,7 @@ import pytest
 import safetensors
 from keras import layers
 
+import keras_tp
 from integration_tests import harness
 from keras_tp import distribution
 from keras_tp.backend import distribution_lib as lib
@@ -213,6 +214,29 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(folder, capsys):
         lib.meet("A test")
         distribution.save_checkpoint(folder, model)
         distribution.load_checkpoint(folder, model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plain_keras_loads_the_consolidated_file(dtype, folder, tmp_path):
+    keras.utils.set_random_seed(3)
+    with under(SHAPES[0]):
+        model = network(dtype=dtype)
+        train(model)
+        distribution.save_checkpoint(folder, model)
+        values = values_of(model)
+    path = harness.own_folder(tmp_path) / "model.weights.h5"
+    distribution.consolidate(folder, path)
+    with pytest.raises(ValueError, match="weights.h5"):
+        distribution.consolidate(folder, tmp_path / "model.keras")
+    keras_tp.uninstall()
+    try:
+        plain = network(dtype=dtype)
+        plain.optimizer.build(plain.trainable_variables)
+        plain.load_weights(path)
+        for value, expected in zip(values_of(plain), values, strict=True):
+            np.testing.assert_array_equal(value, expected)
+    finally:
+        keras_tp.install()
 
 
 def with_own_loading(units=4):

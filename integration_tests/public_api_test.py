@@ -30,6 +30,7 @@ ADDED = {
         "(model_name, device_mesh, axis, variables, reductions, activations, "
         "split_outputs, without_rule, gathers=())"
     ),
+    "consolidate": "(path, filepath)",
     "load_checkpoint": "(path, model)",
     "save_checkpoint": "(path, model, wait=True)",
     "TensorParallel": (

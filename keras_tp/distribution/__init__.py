@@ -1,4 +1,5 @@
 from keras_tp.distribution.ahead_of_time import compile_for
+from keras_tp.distribution.checkpoints import consolidate
 from keras_tp.distribution.checkpoints import load_checkpoint
 from keras_tp.distribution.checkpoints import save_checkpoint
 from keras_tp.distribution.distribution_lib import DataParallel

@@ -29,7 +29,7 @@ _PLAIN = [
     )
 ]
 # Path of what Keras does not save: counters of random seeds, and metrics.
-_REST = "state"
+REST = "state"
 
 
 def state_of(model, folder=None):
@@ -63,7 +63,7 @@ def state_of(model, folder=None):
     counts = collections.Counter()
     for variable, role in model_state.variables_of(model):
         if id(variable) not in seen:
-            name = f"{_REST}/{role}/{counts[role]}"
+            name = f"{REST}/{role}/{counts[role]}"
             found.append((name, variable, None))
             counts[role] += 1
     return found if folder is None else _fitting(found, folder)
@@ -112,7 +112,7 @@ def _own_variables(saveable):
 
 def _fitting(state, folder):
     """Returns the state that a folder has; raises if names differ."""
-    metrics = f"{_REST}/{variable_origin.METRIC}/"
+    metrics = f"{REST}/{variable_origin.METRIC}/"
     own = [row[0] for row in state]
     # Metrics have no variables before the first step.
     if any(

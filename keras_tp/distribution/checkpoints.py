@@ -19,6 +19,7 @@ from keras_tp import backend
 from keras_tp.backend import random_state
 from keras_tp.backend.processes import timeouts
 from keras_tp.backend.saving import checkpoint_folder
+from keras_tp.backend.saving import consolidation
 from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import tensor_files
 from keras_tp.distribution import checkpoint_state
@@ -182,6 +183,29 @@ def load_checkpoint(path, model):
                 lib.assign_parts(value, read_part)
         checkpoint_state.load_owners(folder, state)
         random_state.restore(model, folder.described["random"])
+
+
+def consolidate(path, filepath):
+    """Makes a weights file of a checkpoint, which plain Keras loads.
+
+    One tensor at a time is in memory. It needs no model and no distribution:
+    call it in one process.
+
+    Args:
+        path: String or path of a folder that `save_checkpoint` wrote.
+        filepath: String or path of the file, which ends in `.weights.h5`. It
+            holds weights and optimizer slots, for `model.load_weights`.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint in the folder.
+        ValueError: if `filepath` has another ending, or if a file is damaged.
+    """
+    if not str(filepath).endswith(consolidation.SUFFIX):
+        raise ValueError(
+            "The name of the file must end in `.weights.h5`. Received: "
+            f"filepath='{filepath}'"
+        )
+    consolidation.consolidate(path, filepath, f"{checkpoint_state.REST}/")
 
 
 def _in_all(function, what):

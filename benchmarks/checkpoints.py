@@ -1,0 +1,153 @@
+"""Measures memory, bytes and time of saving and loading a large model.
+
+The model has `--layers` kernels of 32 MiB each, all split over the devices. A
+process saves and loads it as a sharded checkpoint and as a `.weights.h5` file,
+in turns. Printed for each, of the process with the largest figure:
+
+    peak   growth of the resident memory over what it was before, in MiB
+    read   what the process read from files, in MiB (`rchar` of Linux; values
+           that are mapped into memory are not counted by it)
+    time   of the slowest process, in seconds, as median of `--rounds`
+
+    python benchmarks/checkpoints.py --backend torch --devices 4
+    python benchmarks/checkpoints.py --backend jax --devices 4 --processes 4
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import tempfile
+import time
+
+import relaunch
+
+WIDTH = 4096
+KERNEL_MIB = 32
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+add = parser.add_argument
+add("--backend", choices=("jax", "tensorflow", "torch"), default="torch")
+add("--devices", type=int, default=4)
+add("--processes", type=int, help="all of one device by default")
+add("--layers", type=int, default=64, help="kernels of 32 MiB")
+add("--rounds", type=int, default=3)
+add("--folder", help="where to write; removed afterwards")
+relaunch.add_argument(parser)
+OPTIONS = parser.parse_args()
+OPTIONS.processes = OPTIONS.processes or OPTIONS.devices
+os.environ["KERAS_BACKEND"] = OPTIONS.backend
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ["OMP_NUM_THREADS"] = "1"
+
+relaunch.in_processes(OPTIONS)
+
+import keras
+
+import keras_tp
+from keras_tp.backend import distribution_lib as lib
+from keras_tp.backend import load
+
+
+def build():
+    """Returns a model of equal kernels, without values drawn at random."""
+    inputs = keras.Input((WIDTH,))
+    x = inputs
+    for index in range(OPTIONS.layers // 2):
+        up = keras.layers.Dense(
+            KERNEL_MIB * 2**18 // WIDTH,
+            use_bias=False,
+            kernel_initializer="ones",
+            name=f"up_{index}",
+        )
+        down = keras.layers.Dense(
+            WIDTH,
+            use_bias=False,
+            kernel_initializer="ones",
+            name=f"down_{index}",
+        )
+        x = down(up(x))
+    return keras.Model(inputs, x)
+
+
+def memory(key):
+    """Returns a figure of /proc/self/status in MiB."""
+    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) / 2**10
+
+
+def read_mib():
+    """Returns the MiB that this process has read with system calls."""
+    text = pathlib.Path("/proc/self/io").read_text()
+    return int(text.split("rchar:")[1].split()[0]) / 2**20
+
+
+def measured(function):
+    """Runs a function in all processes; returns the largest of its figures."""
+    lib.meet("A measurement")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    before, read, start = memory("VmRSS"), read_mib(), time.perf_counter()
+    function()
+    own = (
+        memory("VmHWM") - before,
+        read_mib() - read,
+        time.perf_counter() - start,
+    )
+    gathered = load("processes").gather(list(own), "figures")
+    return [max(values) for values in zip(*gathered)]
+
+
+def main():
+    """Prints the figures of both formats."""
+    empty = memory("VmRSS")
+    devices = keras_tp.distribution.list_devices()
+    mesh = keras_tp.distribution.DeviceMesh(
+        (1, len(devices)), ["batch", "model"], devices
+    )
+    layout_map = keras_tp.distribution.LayoutMap(mesh)
+    layout_map["up_.*/kernel"] = (None, "model")
+    layout_map["down_.*/kernel"] = ("model", None)
+    parallel = keras_tp.distribution.ModelParallel(layout_map=layout_map)
+    folder = lib.from_first_process(
+        tempfile.mkdtemp(dir=OPTIONS.folder) if not lib.process_id() else None
+    )
+    sharded, whole = f"{folder}/checkpoint", f"{folder}/model.weights.h5"
+    checkpoints = keras_tp.distribution
+    with parallel.scope():
+        model = build()
+        steps = {
+            "save_checkpoint": lambda: checkpoints.save_checkpoint(
+                sharded, model
+            ),
+            "load_checkpoint": lambda: checkpoints.load_checkpoint(
+                sharded, model
+            ),
+            "save_weights": lambda: model.save_weights(whole),
+            "load_weights": lambda: model.load_weights(whole),
+        }
+        found = {name: [] for name in steps}
+        for _ in range(OPTIONS.rounds):
+            for name, step in steps.items():
+                found[name].append(measured(step))
+    if lib.process_id() == 0:
+        shutil.rmtree(folder)
+        share = OPTIONS.layers * KERNEL_MIB / OPTIONS.processes
+        print(
+            f"{OPTIONS.backend}, {OPTIONS.devices} devices, "
+            f"{OPTIONS.processes} processes: {share:.0f} MiB of "
+            f"{OPTIONS.layers * KERNEL_MIB} in each; {empty:.0f} MiB before"
+        )
+        for name, rows in found.items():
+            peaks, reads, times = zip(*rows)
+            print(
+                f"{name}: peak +{max(peaks):.0f} MiB, read "
+                f"{max(reads):.0f} MiB, {statistics.median(times):.2f} s"
+            )
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
