@@ -184,6 +184,36 @@ def test_a_damaged_value_is_named_before_anything_changes(folder):
             np.testing.assert_array_equal(value, np.array(variable))
 
 
+def test_a_callback_saves_between_two_batches(folder):
+    def fitted(rows, callbacks=()):
+        keras.utils.set_random_seed(3)
+        with under(SHAPES[0]):
+            model = network()
+            x, y = data()
+            model.fit(
+                x[:rows],
+                y[:rows],
+                batch_size=4,
+                shuffle=False,
+                callbacks=[make(model) for make in callbacks],
+                verbose=0,
+            )
+        return values_of(model)
+
+    def saving(model):
+        def save(batch, logs):
+            if batch == 0:
+                distribution.save_checkpoint(folder, model)
+
+        return keras.callbacks.LambdaCallback(on_train_batch_end=save)
+
+    values, later = fitted(4), fitted(8, [saving])
+    found, _ = loaded(SHAPES[0], folder)
+    assert not np.array_equal(later[0], found[0])
+    for value, expected in zip(found, values, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-7)
+
+
 def test_training_goes_on_while_a_thread_writes(folder):
     keras.utils.set_random_seed(3)
     with under(SHAPES[0]):

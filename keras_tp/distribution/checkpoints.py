@@ -57,6 +57,7 @@ def save_checkpoint(path, model, wait=True):
     """
     _finish()
     _check_built(model, "saved")
+    _sync(model)
     lib = backend.load("distribution_lib")
     entries, rows = [], []
     for name, value, _ in checkpoint_state.state_of(model):
@@ -157,6 +158,7 @@ def load_checkpoint(path, model):
     """
     _finish()
     _check_built(model, "loaded")
+    _sync(model)
     lib = backend.load("distribution_lib")
 
     folder, state = None, []
@@ -242,6 +244,15 @@ def _check_built(model, done):
             f"Model {model.name!r} is not built, so it has no variables to be "
             f"{done}. Call it on a batch, or `build`, before."
         )
+
+
+def _sync(model):
+    """Gives the variables the values that `fit` on JAX keeps beside them.
+
+    Keras does so where a callback reads `self.model`.
+    """
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()
 
 
 def _description_of(model):
