@@ -20,18 +20,17 @@ def hook_divide(original):
 
     @functools.wraps(original)
     def divide(x, divisor, **kwargs):
+        if torch.compiler.is_compiling():
+            # torch's compiler does not know the function by its own name while
+            # another has it.
+            return torch.div(x, divisor, **kwargs)
         result = original(x, divisor, **kwargs)
-        if not torch.compiler.is_compiling():
-            _settle_gradient(result, divisor)
+        if (
+            isinstance(divisor, DTensor)
+            and divisor.requires_grad
+            and result.requires_grad
+        ):
+            result.register_hook(placement.settled)
         return result
 
     return divide
-
-
-def _settle_gradient(result, divisor):
-    if (
-        isinstance(divisor, DTensor)
-        and divisor.requires_grad
-        and result.requires_grad
-    ):
-        result.register_hook(placement.settled)
