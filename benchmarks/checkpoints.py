@@ -4,9 +4,9 @@ The model has `--layers` kernels of 32 MiB each, all split over the devices. A
 process saves and loads it as a sharded checkpoint and as a `.weights.h5` file,
 in turns. Printed for each, of the process with the largest figure:
 
-    peak   growth of the resident memory over what it was before, in MiB
-    read   what the process read from files, in MiB (`rchar` of Linux; values
-           that are mapped into memory are not counted by it)
+    peak   MiB by which the resident memory grew
+    read   MiB that the process read from files with system calls (`rchar` of
+           Linux, which does not count mapped memory)
     time   of the slowest process, in seconds, as median of `--rounds`
 
     python benchmarks/checkpoints.py --backend torch --devices 4

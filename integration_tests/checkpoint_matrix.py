@@ -1,4 +1,4 @@
-"""Saves a checkpoint, and loads those of others; run by the test beside it.
+"""Saves a checkpoint, or loads several; `checkpoint_matrix_test.py` runs it.
 
 checkpoint_matrix.py save FOLDER
 checkpoint_matrix.py load FOLDER FOLDER ...
@@ -43,7 +43,7 @@ def values_of(model):
 
 
 def main(mode, *folders):
-    """Saves to a folder, or checks what each of some folders gives."""
+    """Saves to a folder, or loads each of several and compares the values."""
     count = distribution.get_device_count()
     mesh = distribution.DeviceMesh(
         (1, count), ["batch", "model"], distribution.list_devices()

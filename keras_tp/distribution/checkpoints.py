@@ -5,6 +5,7 @@ part, and reads what its devices hold, whatever mesh, number of processes or
 backend wrote the folder.
 """
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -88,14 +89,12 @@ def save_checkpoint(path, model, wait=True):
         thread.start()
         _running.append(thread)
         return
-    with timeouts.longer():
-        try:
-            _in_all(lambda: save.write(entries, rows), _WRITE)
-            seconds = timeouts.timeout()
-            _in_all(lambda: save.publish(described, seconds), _WRITE)
-        except BaseException:
-            save.abandon()
-            raise
+    with timeouts.longer(), contextlib.ExitStack() as undone:
+        undone.callback(save.abandon)
+        _in_all(lambda: save.write(entries, rows), _WRITE)
+        seconds = timeouts.timeout()
+        _in_all(lambda: save.publish(described, seconds), _WRITE)
+        undone.pop_all()
 
 
 class _Thread(threading.Thread):

@@ -136,11 +136,10 @@ class Save:
 
     @contextlib.contextmanager
     def _removed_on_error(self):
-        try:
+        with contextlib.ExitStack() as undone:
+            undone.callback(self.abandon)
             yield
-        except BaseException:
-            self.abandon()
-            raise
+            undone.pop_all()
 
     def _list_of(self, name):
         return self._folder / f"{name}.json"
