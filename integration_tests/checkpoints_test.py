@@ -166,6 +166,63 @@ def test_a_model_that_does_not_fit_is_unchanged(folder):
                 np.testing.assert_array_equal(value, np.array(variable))
 
 
+def test_a_model_that_only_predicts_is_loaded(folder):
+    x, _ = data()
+    with under(SHAPES[0]):
+        model = network()
+        train(model)
+        distribution.save_checkpoint(folder, model)
+        expected = model.predict(x, verbose=0)
+        whole = network()
+        other = keras.Model(whole.inputs, whole.outputs)
+        distribution.load_checkpoint(folder, other)
+        assert not hasattr(other, "optimizer")
+        np.testing.assert_array_equal(other.predict(x, verbose=0), expected)
+
+
+class Subclassed(keras.Model):
+    """A model that names its layers by attributes, a list and a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = [layers.Dense(32, activation="relu"), layers.Dense(16)]
+        self.heads = {"head": layers.Dense(4)}
+        self.scale = self.add_weight(
+            shape=(4,), initializer="ones", name="scale"
+        )
+
+    def call(self, x):
+        for layer in self.hidden:
+            x = layer(x)
+        return self.heads["head"](x) * self.scale
+
+
+def without_input():
+    return keras.Sequential(
+        [layers.Dense(32, activation="relu"), layers.Dense(4)]
+    )
+
+
+@pytest.mark.parametrize("make", [Subclassed, without_input])
+def test_models_that_are_built_by_their_first_use(make, folder):
+    x = np.random.default_rng(0).standard_normal((8, 6)).astype("float32")
+    with under(SHAPES[0]):
+        model = make()
+        model.compile("adam", "mse")
+        with pytest.raises(ValueError, match="not built"):
+            distribution.save_checkpoint(folder, model)
+        model.fit(x, x[:, :4], verbose=0)
+    # After the scope.
+    distribution.save_checkpoint(folder, model)
+    with under(SHAPES[0]):
+        other = make()
+        other.compile("adam", "mse")
+        other(x)
+        distribution.load_checkpoint(folder, other)
+    for a, b in zip(values_of(model), values_of(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_a_damaged_value_is_named_before_anything_changes(folder):
     saved(SHAPES[0], folder)
     with under(SHAPES[0]):

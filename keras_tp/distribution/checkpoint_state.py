@@ -13,6 +13,7 @@ from keras.src.saving import saving_lib
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import naming
 
+from keras_tp.backend.saving import checkpoint_folder
 from keras_tp.backend.saving import tensor_files
 from keras_tp.distribution import model_state
 from keras_tp.distribution import variable_origin
@@ -66,7 +67,7 @@ def state_of(model, folder=None):
             name = f"{REST}/{role}/{counts[role]}"
             found.append((name, variable, None))
             counts[role] += 1
-    return found if folder is None else _fitting(found, folder)
+    return found if folder is None else _fitting(found, folder, model)
 
 
 def _walk(saveable, path, visited):
@@ -110,31 +111,31 @@ def _own_variables(saveable):
     return {str(i): variable for i, variable in enumerate(own)}
 
 
-def _fitting(state, folder):
+def _fitting(state, folder, model):
     """Returns the state that a folder has; raises if names differ."""
-    metrics = f"{REST}/{variable_origin.METRIC}/"
-    own = [row[0] for row in state]
-    # Metrics have no variables before the first step.
-    if any(
-        (name in folder.tensors) != (name in own)
-        for name in {
-            name for name in (*own, *folder.tensors) if name.startswith(metrics)
-        }
-    ):
-        state = [row for row in state if not row[0].startswith(metrics)]
-    own = {row[0] for row in state}
-    saved = {n for n in folder.tensors if n in own or not n.startswith(metrics)}
-    for names, text in (
-        (own - saved, "lacks {!r}, which the model has"),
-        (saved - own, "has {!r}, which the model lacks"),
-    ):
-        if names:
-            raise ValueError(
-                f"The checkpoint in '{folder.path}' does not fit the model: it "
-                f"{text.format(min(names))}. Build and compile the model as "
-                f"when it was saved. Received: {len(names)} such names"
-            )
-    return state
+    own = {name for name, *_ in state}
+    differing = own ^ set(folder.tensors)
+    # Metrics have no variables before the first step, and a model that only
+    # predicts has no optimizer.
+    optional = [f"{REST}/{variable_origin.METRIC}/"]
+    if getattr(model, "optimizer", None) is None:
+        optional.append("optimizer/")
+    left_out = tuple(
+        path
+        for path in optional
+        if any(name.startswith(path) for name in differing)
+    )
+    names = sorted(n for n in differing if not n.startswith(left_out))
+    if names:
+        text = "lacks {!r}, which the model has"
+        if names[0] not in own:
+            text = "has {!r}, which the model lacks"
+        raise ValueError(
+            f"The checkpoint in '{folder.path}' does not fit the model: it "
+            f"{text.format(names[0])}. Build and compile the model as when it "
+            f"was saved. Received: {len(names)} names that only one of them has"
+        )
+    return [row for row in state if not row[0].startswith(left_out)]
 
 
 def build_optimizer(model, folder):
@@ -147,16 +148,25 @@ def build_optimizer(model, folder):
             optimizer.build(model.trainable_variables)
 
 
-def written_pieces(lib, value):
-    """Yields the boxes of a tensor that this process writes.
+def written_pieces(lib, name, value):
+    """Yields a `Piece` for each box of a tensor that this process writes.
 
-    Yields:
-        Pairs of a box and a function that returns its array. The function
-        holds no array, so one variable at a time is in the host's memory.
+    Its function holds no array, so that one variable at a time is in the
+    host's memory.
     """
+    shape = tuple(value.shape)
+    dtype = keras_backend.standardize_dtype(value.dtype)
+    if not tensor_files.can_hold(dtype):
+        raise ValueError(
+            f"safetensors has no dtype for {name!r}. Received: dtype={dtype!r}"
+        )
+
+    def piece(box, read):
+        return checkpoint_folder.Piece(name, shape, dtype, box, read)
+
     if not isinstance(value, keras.Variable):
         if lib.process_id() == 0:
-            yield tuple((0, size) for size in value.shape), lambda: value
+            yield piece(tuple((0, size) for size in shape), lambda: value)
         return
     for ranges, is_written, read_part in lib.variable_parts(value):
         for box, position in boxes_of(ranges) if is_written else ():
@@ -164,7 +174,7 @@ def written_pieces(lib, value):
             def read(read_part=read_part, position=position):
                 return read_part()[position]
 
-            yield box, read
+            yield piece(box, read)
 
 
 def held_boxes(lib, value, whole=None):

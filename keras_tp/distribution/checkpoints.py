@@ -10,11 +10,11 @@ import functools
 import os
 import pathlib
 import secrets
-import threading
+import traceback
+from concurrent import futures
 
 import keras
 import numpy as np
-from keras.src import backend as keras_backend
 
 from keras_tp import backend
 from keras_tp.backend import random_state
@@ -22,7 +22,6 @@ from keras_tp.backend.processes import timeouts
 from keras_tp.backend.saving import checkpoint_folder
 from keras_tp.backend.saving import consolidation
 from keras_tp.backend.saving import digests
-from keras_tp.backend.saving import tensor_files
 from keras_tp.distribution import checkpoint_state
 from keras_tp.distribution import model_state
 
@@ -60,23 +59,11 @@ def save_checkpoint(path, model, wait=True):
     _check_built(model, "saved")
     _sync(model)
     lib = backend.load("distribution_lib")
-    entries, rows = [], []
-    for name, value, _ in checkpoint_state.state_of(model):
-        dtype = keras_backend.standardize_dtype(value.dtype)
-        if not tensor_files.can_hold(dtype):
-            raise ValueError(
-                f"safetensors has no dtype for {name!r}. Received: "
-                f"dtype={dtype!r}"
-            )
-        shape = tuple(value.shape)
-        for box, read in checkpoint_state.written_pieces(lib, value):
-            key = checkpoint_folder.key_of(name, box, shape)
-            size = tuple(stop - start for start, stop in box)
-            if not wait:
-                # A copy, because training changes the variable.
-                read = functools.partial(np.asarray, np.array(read()))
-            entries.append((key, size, dtype, read))
-            rows.append([name, shape, dtype, key, box])
+    pieces = [
+        piece
+        for name, value, _ in checkpoint_state.state_of(model)
+        for piece in checkpoint_state.written_pieces(lib, name, value)
+    ]
     save = checkpoint_folder.Save(
         pathlib.Path(os.path.realpath(path)),
         lib.from_first_process(secrets.token_hex(4)),
@@ -85,53 +72,50 @@ def save_checkpoint(path, model, wait=True):
     )
     described = _description_of(model)
     if not wait:
-        thread = _Thread(save, entries, rows, described)
-        thread.start()
-        _running.append(thread)
+        _write_in_thread(save, pieces, described)
         return
     with timeouts.longer(), contextlib.ExitStack() as undone:
         undone.callback(save.abandon)
-        _in_all(lambda: save.write(entries, rows), _WRITE)
+        _in_all(lambda: save.write(pieces), _WRITE)
         seconds = timeouts.timeout()
         _in_all(lambda: save.publish(described, seconds), _WRITE)
         undone.pop_all()
 
 
-class _Thread(threading.Thread):
-    """Writes a checkpoint, and keeps the error.
+def _write_in_thread(save, pieces, described):
+    """Writes a checkpoint in a thread, which the interpreter waits for."""
+    # Copies, because training changes the variables.
+    pieces = [
+        piece._replace(
+            read=functools.partial(np.asarray, np.array(piece.read()))
+        )
+        for piece in pieces
+    ]
 
-    The interpreter does not end before the thread does.
-    """
+    def run():
+        save.write(pieces)
+        save.publish(described, timeouts.LONGEST_S)
 
-    def __init__(self, save, entries, rows, described):
-        super().__init__(name="keras_tp checkpoint")
-        self._save, self._described = save, described
-        self._entries, self._rows = entries, rows
-        self._error = None
+    executor = futures.ThreadPoolExecutor(1, "keras_tp checkpoint")
+    written = executor.submit(run)
+    executor.shutdown(wait=False)
+    written.add_done_callback(_print_error)
+    _running.append(written)
 
-    def run(self):
-        try:
-            self._save.write(self._entries, self._rows)
-            self._save.publish(self._described, timeouts.LONGEST_S)
-        except BaseException as e:
-            self._error = e
-            # Prints it.
-            raise
 
-    def wait(self):
-        """Waits for the end, and raises the error."""
-        self.join()
-        if self._error is not None:
-            raise self._error
+def _print_error(written):
+    # There may be no next call, which would raise it.
+    if written.exception() is not None:
+        traceback.print_exception(written.exception())
 
 
 def _finish():
     """Waits for a save in a thread. A collective if one was started."""
     while _running:
-        thread = _running.pop()
+        written = _running.pop()
         backend.load("distribution_lib").meet("The end of `save_checkpoint`")
         with timeouts.longer():
-            _in_all(thread.wait, _WRITE)
+            _in_all(written.result, _WRITE)
 
 
 def load_checkpoint(path, model):
@@ -148,7 +132,8 @@ def load_checkpoint(path, model):
     Args:
         path: String or path of a folder that `save_checkpoint` wrote.
         model: Built `keras.Model` with the layers that were saved. If it is
-            compiled, its optimizer is loaded too.
+            compiled, its optimizer is loaded too; otherwise the optimizer's
+            variables in the folder are left out.
 
     Raises:
         FileNotFoundError: if there is no checkpoint in the folder.

@@ -7,8 +7,8 @@ afterwards. So a process that is killed leaves the older tensors or the new
 ones.
 """
 
+import collections
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -28,6 +28,33 @@ _FILES = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors(\.json)?")
 _POLL_S = 0.02
 
 
+class Piece(
+    collections.namedtuple("Piece", ["name", "shape", "dtype", "box", "read"])
+):
+    """A part of a tensor that a process writes.
+
+    Args:
+        name: String, name of the tensor.
+        shape: Tuple of ints, shape of the whole tensor.
+        dtype: String, name of its dtype.
+        box: Tuple with the start and the end in each dim.
+        read: Function that returns the array of the part.
+    """
+
+    @property
+    def key(self):
+        """Name of the part in its file."""
+        if all(part == (0, n) for part, n in zip(self.box, self.shape)):
+            return self.name
+        limits = ",".join(f"{start}:{stop}" for start, stop in self.box)
+        return f"{self.name}[{limits}]"
+
+    @property
+    def size(self):
+        """Shape of the part."""
+        return tuple(stop - start for start, stop in self.box)
+
+
 def file_name(token, process, count):
     """Returns the name of the file of one process.
 
@@ -37,19 +64,6 @@ def file_name(token, process, count):
         count: Int, number of processes.
     """
     return _FILE.format(token=token, number=process + 1, count=count)
-
-
-def key_of(name, box, shape):
-    """Returns the name of a part in its file.
-
-    Args:
-        name: String, name of the tensor.
-        box: Tuple with the start and the end in each dim.
-        shape: Tuple of ints, of the tensor.
-    """
-    if all(part == (0, size) for part, size in zip(box, shape)):
-        return name
-    return f"{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
 class Save:
@@ -72,13 +86,11 @@ class Save:
         self._open = contextlib.ExitStack()
         self._rows = []
 
-    def write(self, entries, rows):
+    def write(self, pieces):
         """Writes the file of this process.
 
         Args:
-            entries: See `tensor_files.write`.
-            rows: List with, for each entry: the name of the tensor, its shape,
-                its dtype, the name of the part, and its box.
+            pieces: List of `Piece`.
 
         Raises:
             OSError: if the file cannot be written.
@@ -97,11 +109,15 @@ class Save:
                 atomic_files.folder_beside(folder / INDEX)
             )
             with atomic_files.full_disk_named(folder / name):
-                found = tensor_files.write(beside / name, entries)
+                found = tensor_files.write(
+                    beside / name,
+                    [(p.key, p.size, p.dtype, p.read) for p in pieces],
+                )
             os.replace(beside / name, folder / name)
             atomic_files.flush(folder)
             self._rows = [
-                [*row[:4], name, row[4], found[row[3]]] for row in rows
+                [p.name, p.shape, p.dtype, p.key, name, p.box, found[p.key]]
+                for p in pieces
             ]
             if self._process:
                 self._open.close()
@@ -178,7 +194,7 @@ def _publish(folder, rows, described):
         {
             "metadata": {
                 "total_size": sum(sizes),
-                _ADDED: {**added, "sha256": _digest(added)},
+                _ADDED: {**added, "sha256": digests.digest_of_json(added)},
             },
             "weight_map": {key: file for _, _, _, key, file, *_ in rows},
         },
@@ -196,11 +212,6 @@ def _publish(folder, rows, described):
         # The new files are current; the next save tries again.
         with contextlib.suppress(OSError):
             (folder / name).unlink(missing_ok=True)
-
-
-def _digest(added):
-    text = json.dumps(added, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _listed(folder):
@@ -263,7 +274,7 @@ class CheckpointFolder:
                 f"'{index}' has the format {added['format']!r}; this version "
                 f"of keras_tp reads {_FORMAT}."
             )
-        if added.pop("sha256") != _digest(added):
+        if added.pop("sha256") != digests.digest_of_json(added):
             raise ValueError(
                 f"'{index}' is not as it was saved: its SHA-256 differs."
             )

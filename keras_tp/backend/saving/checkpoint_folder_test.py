@@ -23,25 +23,26 @@ def value_of(name, number):
     return np.arange(size, dtype="float32").reshape(SHAPES[name]) + number
 
 
-def parts_of(process, number):
-    """Entries and rows of a process: half of `a`, and one of the others."""
+def pieces_of(process, number):
+    """The pieces of a process: half of `a`, and one of the others."""
     boxes = {"a": ((0, 4), (3 * process, 3 * process + 3))}
     boxes |= {"b": ((0, 3),)} if process else {"step": ()}
-    entries, rows = [], []
+    pieces = []
     for name, box in boxes.items():
-        shape = SHAPES[name]
         value = value_of(name, number)[tuple(slice(*part) for part in box)]
-        key = checkpoint_folder.key_of(name, box, shape)
-        entries.append((key, value.shape, "float32", lambda value=value: value))
-        rows.append([name, shape, "float32", key, box])
-    return entries, rows
+        pieces.append(
+            checkpoint_folder.Piece(
+                name, SHAPES[name], "float32", box, lambda value=value: value
+            )
+        )
+    return pieces
 
 
 def write(folder, number, token="01234567"):
     """Writes the parts of all processes, process 0 last."""
     for process in reversed(range(COUNT)):
         save = checkpoint_folder.Save(folder, token, process, COUNT)
-        save.write(*parts_of(process, number))
+        save.write(pieces_of(process, number))
         save.publish({"number": number}, seconds=5)
 
 
@@ -118,7 +119,7 @@ def changed_index(folder, change, sealed=True):
     added = index["metadata"]["keras_tp"]
     if sealed:
         added.pop("sha256")
-        added["sha256"] = checkpoint_folder._digest(added)
+        added["sha256"] = digests.digest_of_json(added)
         index["weight_map"] = {
             part["key"]: part["file"]
             for held in added["tensors"].values()
@@ -323,7 +324,7 @@ def test_a_kill_leaves_the_old_tensors_or_the_new_ones(count, tmp_path):
 def test_another_run_keeps_its_files(folder):
     save = checkpoint_folder.Save(folder, "22222222", 1, COUNT)
     other = checkpoint_folder.Save(folder, "22222222", 0, COUNT)
-    save.write(*parts_of(1, 2))
+    save.write(pieces_of(1, 2))
     with atomic_files.folder_beside(folder / INDEX) as beside:
         # Stands for process 0 of that run, on another host.
         in_use = beside.rename(
@@ -332,7 +333,7 @@ def test_another_run_keeps_its_files(folder):
         write(folder, 3, token="33333333")
         assert read(folder) == 3
         in_use.rmdir()
-    other.write(*parts_of(0, 2))
+    other.write(pieces_of(0, 2))
     other.publish({"number": 2}, seconds=5)
     assert read(folder) == 2
 
@@ -345,14 +346,14 @@ def test_a_failed_save_leaves_the_old_one(folder, monkeypatch):
     save = checkpoint_folder.Save(folder, "44444444", 0, COUNT)
     monkeypatch.setattr(tensor_files, "write", fails)
     with pytest.raises(OSError, match="No space"):
-        save.write(*parts_of(0, 2))
+        save.write(pieces_of(0, 2))
     assert sorted(os.listdir(folder)) == before
     assert read(folder) == 1
 
 
 def test_a_folder_that_is_not_shared_is_named(folder):
     save = checkpoint_folder.Save(folder, "55555555", 0, COUNT)
-    save.write(*parts_of(0, 2))
+    save.write(pieces_of(0, 2))
     with pytest.raises(FileNotFoundError, match="all machines share"):
         save.publish({}, seconds=0)
     assert read(folder) == 1

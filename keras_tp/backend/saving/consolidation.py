@@ -24,7 +24,7 @@ def consolidate(path, filepath, beside):
             Keras's files do not have them.
 
     Raises:
-        UnreadableFileError: if a value differs from what was saved.
+        UnreadableFileError: if a file is damaged, with its name.
     """
     folder = CheckpointFolder(path)
     with atomic_files.replaced(os.fspath(filepath)) as new:

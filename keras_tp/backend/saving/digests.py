@@ -200,7 +200,7 @@ def note_folder(path):
         for file in written
         if file.is_file()
     }
-    held[_FILES_SEAL] = _digest_of_list(held[_FILES])
+    held[_FILES_SEAL] = digest_of_json(held[_FILES])
     with atomic_files.replaced(folder / _METADATA) as new:
         pathlib.Path(new).write_text(json.dumps(held))
 
@@ -225,7 +225,7 @@ def check_folder(path):
     if files is None and seal is None:
         return
     differing = [_METADATA]
-    if seal == _digest_of_list(files):
+    if seal == digest_of_json(files):
         differing = [
             name
             for name, digest in files.items()
@@ -239,15 +239,15 @@ def check_folder(path):
         )
 
 
+def digest_of_json(value):
+    """Returns the SHA-256 of a value that JSON supports, as a string."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _digest_of(path):
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest_of_list(files):
-    return hashlib.sha256(
-        json.dumps(files, sort_keys=True).encode()
-    ).hexdigest()
 
 
 def _check_blocks(name, dataset, blocks):

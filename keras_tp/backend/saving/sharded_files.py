@@ -9,7 +9,6 @@ file does not name it. So an empty file has that name.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import pathlib
@@ -61,7 +60,9 @@ def check(path):
     seals = None
     if added is not None:
         seals = added.get("parts") if isinstance(added, dict) else None
-        if not seals or added.get("sha256") != _digest(config, seals):
+        if not seals or added.get("sha256") != digests.digest_of_json(
+            [config, seals]
+        ):
             raise digests.UnreadableFileError(
                 "The list of the parts is not the one that was saved: its "
                 f"SHA-256 differs. Received: '{path}'"
@@ -99,11 +100,6 @@ def _names(config):
     return list(dict.fromkeys(found))
 
 
-def _digest(config, seals):
-    text = json.dumps([config, seals], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _base_of(path):
     # As in `ShardedH5IOStore`.
     return path.stem.replace(".weights", "")
@@ -135,7 +131,7 @@ def _publish(folder, path):
         atomic_files.flush(folder / name)
     config["metadata"][_ADDED] = {
         "parts": seals,
-        "sha256": _digest(config, seals),
+        "sha256": digests.digest_of_json([config, seals]),
     }
     new.write_text(json.dumps(config, indent=4))
     atomic_files.flush(new)

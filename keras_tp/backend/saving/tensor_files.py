@@ -70,7 +70,7 @@ def write(path, entries):
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()
-    # Values begin at a multiple of 8, as those of the library do.
+    # The library aligns values to 8 bytes, too.
     text += b" " * (-len(text) % 8)
     found = {}
     with open(path, "xb") as file:

@@ -157,7 +157,7 @@ def variable_parts(variable):
 
 
 def assign_parts(variable, part_of):
-    """Sets a variable to a value of which each device takes its part."""
+    """Sets a variable; each device takes its part of the new value."""
     parts.assign(variable, part_of)
 
 

@@ -184,7 +184,7 @@ def variable_parts(variable):
 
 
 def assign_parts(variable, part_of):
-    """Sets a variable to a value of which each process takes its part."""
+    """Sets a variable; each process takes its part of the new value."""
     parts.assign(variable, part_of)
 
 
