@@ -63,6 +63,7 @@ SHARED = [
             "saving",
             "sequence_parallel",
             "sparse",
+            "stored_weights",
             "torch_data",
             "torch_models",
             "torch_ops",

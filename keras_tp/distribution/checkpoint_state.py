@@ -1,7 +1,6 @@
 """The state of a model by the names of its tensors, and the parts of them."""
 
 import collections
-import itertools
 import warnings
 
 import keras
@@ -13,6 +12,7 @@ from keras.src.saving import saving_lib
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import naming
 
+from keras_tp.backend.saving import boxes
 from keras_tp.backend.saving import checkpoint_folder
 from keras_tp.backend.saving import tensor_files
 from keras_tp.distribution import model_state
@@ -169,7 +169,7 @@ def written_pieces(lib, name, value):
             yield piece(tuple((0, size) for size in shape), lambda: value)
         return
     for ranges, is_written, read_part in lib.variable_parts(value):
-        for box, position in boxes_of(ranges) if is_written else ():
+        for box, position in boxes.boxes_of(ranges) if is_written else ():
 
             def read(read_part=read_part, position=position):
                 return read_part()[position]
@@ -187,7 +187,7 @@ def held_boxes(lib, value, whole=None):
     return [
         box
         for ranges, *_ in lib.variable_parts(value)
-        for box, _ in boxes_of(ranges)
+        for box, _ in boxes.boxes_of(ranges)
     ]
 
 
@@ -227,11 +227,11 @@ def reader(folder, name, value):
     dtype = keras_backend.standardize_dtype(value.dtype)
 
     def part_of(ranges):
-        size = [sum(stop - start for start, stop in own) for own in ranges]
-        part = np.empty(size, tensor_files.numpy_dtype(dtype))
-        for box, position in boxes_of(ranges):
-            folder.copy_to(part[position], name, box)
-        return part
+        return boxes.read_part(
+            ranges,
+            tensor_files.numpy_dtype(dtype),
+            lambda target, box: folder.copy_to(target, name, box),
+        )
 
     return part_of
 
@@ -247,22 +247,3 @@ def load_owners(folder, state):
             store[name.rpartition("/")[2]] = read(whole)
     for owner, store in stores.values():
         owner.load_own_variables(store)
-
-
-def boxes_of(ranges):
-    """Yields the boxes of a part, and their positions in its array.
-
-    Args:
-        ranges: Tuple with a list for each dim: the starts and ends of what the
-            part has of this dim, one after the other.
-    """
-    dims = []
-    for own in ranges:
-        stops = list(itertools.accumulate(stop - start for start, stop in own))
-        starts = [0, *stops[:-1]]
-        dims.append(list(zip(own, map(slice, starts, stops))))
-    for found in itertools.product(*dims):
-        box = tuple(limits for limits, _ in found)
-        if all(start < stop for start, stop in box):
-            # The ellipsis makes a view of an array without dims, too.
-            yield box, (*(position for _, position in found), ...)

@@ -19,9 +19,9 @@ import numpy as np
 from keras_tp import backend
 from keras_tp.backend import random_state
 from keras_tp.backend.processes import timeouts
+from keras_tp.backend.saving import all_processes
 from keras_tp.backend.saving import checkpoint_folder
 from keras_tp.backend.saving import consolidation
-from keras_tp.backend.saving import digests
 from keras_tp.distribution import checkpoint_state
 from keras_tp.distribution import model_state
 
@@ -76,9 +76,9 @@ def save_checkpoint(path, model, wait=True):
         return
     with timeouts.longer(), contextlib.ExitStack() as undone:
         undone.callback(save.abandon)
-        _in_all(lambda: save.write(pieces), _WRITE)
+        all_processes.run(lambda: save.write(pieces), _WRITE)
         seconds = timeouts.timeout()
-        _in_all(lambda: save.publish(described, seconds), _WRITE)
+        all_processes.run(lambda: save.publish(described, seconds), _WRITE)
         undone.pop_all()
 
 
@@ -115,7 +115,7 @@ def _finish():
         written = _running.pop()
         backend.load("distribution_lib").meet("The end of `save_checkpoint`")
         with timeouts.longer():
-            _in_all(written.result, _WRITE)
+            all_processes.run(written.result, _WRITE)
 
 
 def load_checkpoint(path, model):
@@ -159,10 +159,10 @@ def load_checkpoint(path, model):
 
     lib.meet("`load_checkpoint`")
     with timeouts.longer():
-        _in_all(read, _READ)
+        all_processes.run(read, _READ)
         checkpoint_state.build_optimizer(model, folder)
         state = checkpoint_state.state_of(model, folder)
-        _in_all(check, _READ)
+        all_processes.run(check, _READ)
         for name, value, owner in state:
             if owner is None:
                 read_part = checkpoint_state.reader(folder, name, value)
@@ -192,34 +192,6 @@ def consolidate(path, filepath):
             f"filepath='{filepath}'"
         )
     consolidation.consolidate(path, filepath, f"{checkpoint_state.REST}/")
-
-
-def _in_all(function, what):
-    """Runs a function in every process; an error in one is an error in all.
-
-    A collective.
-
-    Args:
-        function: Function without arguments. It returns a small value.
-        what: String, what the function does, as in `"write a file"`.
-
-    Returns:
-        List of what the functions returned.
-    """
-    processes = backend.load("processes")
-    result, error = None, None
-    try:
-        result = function()
-    except digests.READING_ERRORS as e:
-        error = e
-    message = error and f"{type(error).__name__}: {error}"
-    answers = processes.gather([message, result], f"To {what}")
-    if error is not None:
-        raise error
-    for index, (message, _) in enumerate(answers):
-        if message:
-            raise OSError(f"Process {index} could not {what}: {message}")
-    return [result for _, result in answers]
 
 
 def _check_built(model, done):

@@ -1,6 +1,7 @@
 """Checks that a file fits a model before the model changes."""
 
 import contextlib
+import os
 import struct
 import warnings
 import zipfile
@@ -14,9 +15,13 @@ from keras.src.backend.common.stateless_scope import StatelessScope
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend import current
 from keras_tp.backend import hooks
+from keras_tp.backend.processes import timeouts
+from keras_tp.backend.saving import all_processes
+from keras_tp.backend.saving import checked_reads
 from keras_tp.backend.saving import digests
-from keras_tp.backend.saving import one_writer
+from keras_tp.backend.saving import stored_arrays
 from keras_tp.distribution import model_state
 
 # Errors from a damaged archive, JSON or HDF5. Plain `RuntimeError` is left out:
@@ -33,30 +38,38 @@ _DAMAGE = (
     zlib.error,
 )
 
+# Processes may have a file under other paths.
+_READ = "read a file of weights"
+
 
 class _DryRun(StatelessScope):
     """Scope in which `assign` checks its value and then drops it.
 
-    `last_read` holds the last array read from the file.
+    Args:
+        reading: `checked_reads.Reading`, which has the last array of the file.
 
     Attributes:
+        takes_arrays: `assign` does not convert an array that is in a file.
         converted: Dict from the path of each variable of another dtype to a
             pair: the dtype in the file, the dtype of the variable.
         with_nan: Dict from the path of each variable whose value has NaN to
             how many of its numbers are NaN.
     """
 
-    def __init__(self, last_read):
+    takes_arrays = True
+
+    def __init__(self, reading):
         super().__init__(initialize_variables=False)
-        self._last_read = last_read
+        self._reading = reading
         self.converted = {}
         self.with_nan = {}
 
     def add_update(self, update):
         variable, _ = update
-        for value in self._last_read:
-            if value.shape == tuple(variable.shape):
-                self._check_dtype(variable, value.dtype.name)
+        value = self._reading.last
+        if value is not None and value.shape == tuple(variable.shape):
+            self._check_dtype(variable, value.dtype.name)
+            if self._reading.is_own:
                 self._count_nan(variable, value)
 
     def _check_dtype(self, variable, saved):
@@ -81,7 +94,10 @@ class _DryRun(StatelessScope):
 def _nan_count(value):
     if not backend.is_float_dtype(value.dtype.name):
         return 0
-    return int(np.isnan(value).sum())
+    blocks = [value]
+    if stored_arrays.is_stored(value):
+        blocks = stored_arrays.blocks(value)
+    return sum(int(np.isnan(block).sum()) for block in blocks)
 
 
 def _kind(dtype):
@@ -95,19 +111,42 @@ def check_before_loading(original, /, model, filepath, *args, **kwargs):
     """Wraps `saving_lib.load_weights_only` with a pass that assigns nothing.
 
     The pass reads the whole file, one value at a time, and compares each value
-    with its variable.
+    with its variable. Several processes divide the large values among them.
+    Then each process reads the parts that its devices hold.
     """
     if all(variable._layout is None for variable in model.variables):
         return original(model, filepath, *args, **kwargs)
-    with _errors_name(filepath, "The model is unchanged."):
-        with warnings.catch_warnings():
-            # The real pass below gives the same warnings.
-            warnings.simplefilter("ignore")
-            with one_writer.checking(filepath) as last_read:
-                with _DryRun(last_read) as run:
-                    original(model, filepath, *args, **kwargs)
-    _report(filepath, run, _is_strict(model))
-    return original(model, filepath, *args, **kwargs)
+    lib = current.load("distribution_lib")
+    share = lib.process_id(), lib.num_processes()
+
+    def checked():
+        with checked_reads.checking(filepath, share=share) as reading:
+            with _DryRun(reading) as run:
+                original(model, filepath, *args, **kwargs)
+        identity = None
+        if share[1] > 1 and os.path.exists(filepath):
+            identity = digests.identity(filepath)
+        return identity, run.converted, run.with_nan
+
+    with checked_reads.in_parts(), timeouts.longer():
+        with _errors_name(filepath, "The model is unchanged."):
+            with warnings.catch_warnings():
+                # The real pass below gives the same warnings.
+                warnings.simplefilter("ignore")
+                found = all_processes.run(checked, _READ)
+            _check_same(filepath, [identity for identity, *_ in found])
+        _report(filepath, found, _is_strict(model))
+        return original(model, filepath, *args, **kwargs)
+
+
+def _check_same(filepath, identities):
+    """Raises if the processes have other files under one path."""
+    for index, identity in enumerate(identities):
+        if identity != identities[0]:
+            raise ValueError(
+                f"Process {index} has another file there than process 0. Copy "
+                "one file to all machines, or use a folder that they share."
+            )
 
 
 def _is_strict(model):
@@ -116,16 +155,19 @@ def _is_strict(model):
     return getattr(parallel, "_strict", getattr(layout_map, "strict", False))
 
 
-def _report(filepath, run, is_strict):
+def _report(filepath, found, is_strict):
     """Warns of values that can be loaded but may not be meant; or raises."""
-    problems = []
-    for path, (saved, held) in list(run.converted.items())[:1]:
+    problems, converted, with_nan = [], {}, {}
+    for _, *noted in found:
+        converted.update(noted[0])
+        with_nan.update(noted[1])
+    for path, (saved, held) in list(converted.items())[:1]:
         problems.append(
-            f"{len(run.converted)} variables have another dtype in the file "
+            f"{len(converted)} variables have another dtype in the file "
             f"{str(filepath)!r} and are converted. The first is {path!r}: "
             f"saved as {saved}, now {held}."
         )
-    problems += _nan_problem(filepath, run.with_nan)
+    problems += _nan_problem(filepath, with_nan)
     _tell(problems, is_strict, "The model is unchanged")
 
 
@@ -177,7 +219,7 @@ def name_file(original, /, filepath, *args, **kwargs):
 
     with (
         _errors_name(filepath, "No model was made."),
-        one_writer.checking(filepath, see),
+        checked_reads.checking(filepath, see),
     ):
         model = original(filepath, *args, **kwargs)
     is_strict = bool(with_nan) and _is_strict(model)

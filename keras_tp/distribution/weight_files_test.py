@@ -133,7 +133,7 @@ def test_samples_are_made_outside_of_the_dry_run():
     def sample(obj_type):
         seen.append(weight_files.get_stateless_scope())
 
-    with weight_files._DryRun([]) as run:
+    with weight_files._DryRun(None) as run:
         weight_files.outside_of_the_pass(sample)("Layer")
         assert weight_files.get_stateless_scope() is run
     assert seen == [None]

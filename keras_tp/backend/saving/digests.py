@@ -19,6 +19,7 @@ import numpy as np
 
 from keras_tp.backend.saving import atomic_files
 from keras_tp.backend.saving import file_seal
+from keras_tp.backend.saving import stored_arrays
 
 # A file that Keras writes into the folder of an unpacked model and never reads.
 # The digests of the other files are added to it, and a digest over these.
@@ -139,23 +140,63 @@ def check_seal(file):
 
 
 @reading()
-def check_rest(file, names):
+def check_rest(file, names, share=(0, 1)):
     """Compares the values that were not compared yet with their digests.
 
     Args:
         file: `h5py.File`.
         names: Collection of the names of datasets that were compared.
+        share: Pair: the index of this process, and the number of processes
+            that divide the values among them. Defaults to one process.
     """
-    for name, dataset in _datasets(file).items():
-        if dataset.name not in names and DIGEST in dataset.attrs:
-            _check_blocks(name, dataset, _blocks(dataset))
+    rest = [
+        (name, dataset)
+        for name, dataset in _datasets(file).items()
+        if dataset.name not in names and DIGEST in dataset.attrs
+    ]
+    for name, dataset in rest[share[0] :: share[1]]:
+        _check_blocks(name, dataset, _blocks(dataset))
 
 
 def check_value(dataset, value):
-    """Compares a value with the digest of its dataset; returns the name."""
+    """Compares a value with the digest of its dataset."""
     if DIGEST in dataset.attrs:
-        _check_blocks(dataset.name, dataset, [value])
-    return dataset.name
+        blocks = [value]
+        if stored_arrays.is_stored(value):
+            blocks = stored_arrays.blocks(value)
+        _check_blocks(dataset.name, dataset, blocks)
+
+
+@reading()
+def identity(path):
+    """Returns a digest that copies of one file have in common.
+
+    Of a weights file: its size, and for each value its digest or, in a file
+    without digests, its first row.
+    """
+    path = pathlib.Path(path)
+    if not h5py.is_hdf5(path):
+        if not path.is_file():
+            return None
+        if not zipfile.is_zipfile(path):
+            return _digest_of(path)
+        with zipfile.ZipFile(path) as archive:
+            return digest_of_json(
+                [(held.filename, held.CRC) for held in archive.infolist()]
+            )
+    with h5py.File(path) as file:
+        found = [
+            (name, dataset.attrs.get(DIGEST) or _first_row_of(dataset))
+            for name, dataset in _datasets(file).items()
+        ]
+        return digest_of_json([file.id.get_filesize(), found])
+
+
+def _first_row_of(dataset):
+    if not dataset.size:
+        return ""
+    row = dataset[(0,) * (dataset.ndim - 1)]
+    return hashlib.sha256(_bytes(row)).hexdigest()
 
 
 def check_bytes(path_or_io, archive=None, mode="r"):

@@ -17,13 +17,13 @@ from keras_tp.backend import current
 from keras_tp.backend.hooks import methods_row
 from keras_tp.backend.processes import timeouts
 from keras_tp.backend.saving import atomic_files
+from keras_tp.backend.saving import checked_reads
 from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import file_seal
 from keras_tp.backend.saving import sharded_files
 
 # Suffixes of the formats that Keras writes as one file.
-_LEGACY = (".h5", ".hdf5")
-_FILES = (".keras", *_LEGACY)
+_FILES = (".keras", *checked_reads.LEGACY)
 # What Keras writes into the folder of an unpacked model.
 _CONFIG, _METADATA = "config.json", "metadata.json"
 _FOLDER = {_CONFIG, _METADATA, "model.weights.h5", "assets"}
@@ -31,24 +31,18 @@ _SAVING = "Saving, in which only one process writes the files,"
 
 
 class _Saves:
-    """The saves and loads that are under way.
+    """The saves that are under way.
 
     Attributes:
         sealing: Int. Number of saves in which this process writes digests.
         joining: Int. Number of saves in which it only gathers values.
         progress: List of the progress of training to store; see `noting`.
-        read: List with, for each load that is checked, a pair: a list that
-            holds the array read last, and a function to call with each array.
-        opened: Dict from each open store to the names of the values compared
-            so far, or to `None` if it has no values to compare.
     """
 
     def reset(self):
-        """Forgets all saves and loads."""
+        """Forgets all saves."""
         self.sealing = self.joining = 0
         self.progress = []
-        self.read = []
-        self.opened = {}
 
     __init__ = reset
 
@@ -122,7 +116,17 @@ def table(is_distributed, exporting=contextlib.nullcontext):
             (
                 "keras.src.saving.saving_lib:H5IOStore",
                 _Store,
+                "the values that are saved have digests",
+            ),
+            (
+                "keras.src.saving.saving_lib:H5IOStore",
+                checked_reads.Store,
                 "a damaged file is found before a value is loaded",
+            ),
+            (
+                "keras.src.backend:Variable",
+                checked_reads.Variable,
+                "a process reads its part of a large array in a file",
             ),
         )
     ]
@@ -187,45 +191,6 @@ def noting(progress):
         yield
     finally:
         _saves.progress.pop()
-
-
-@contextlib.contextmanager
-def checking(filepath, see=lambda name, value: None):
-    """Context in which the files of a model are compared with their digests.
-
-    A value of a weights file is compared when it is read. Values that were not
-    read are compared when the file is closed. Yields a list that holds the
-    array read last.
-
-    Args:
-        filepath: What `keras.saving.load_model` or `load_weights` receives.
-        see: Function of the name of a value in its weights file, and of the
-            array, called after the array is read. Defaults to nothing.
-    """
-    path = filepath
-    if isinstance(path, os.PathLike):
-        path = os.fspath(path)
-    # Keras copies a remote file, and the store of the copy is compared.
-    if isinstance(path, str) and os.path.exists(path):
-        if path.endswith("weights.json"):
-            sharded_files.check(path)
-        elif os.path.isdir(path):
-            digests.check_folder(path)
-        elif path.endswith(_LEGACY):
-            digests.check_bytes(path)
-    last_read = []
-    _saves.read.append((last_read, see))
-    opened = len(_saves.opened)
-    try:
-        yield last_read
-    finally:
-        _saves.read.pop()
-        # Keras leaves a file open if loading fails. HDF5 would then reuse its
-        # cached content for the next file of that name.
-        for store in list(_saves.opened)[opened:]:
-            if store.h5_file:
-                store.h5_file.close()
-            del _saves.opened[store]
 
 
 @contextlib.contextmanager
@@ -327,20 +292,7 @@ def _check_group(original, group, model, *args, **kwargs):
 
 
 class _Store:
-    """The methods of a store of weights that write and compare digests."""
-
-    def __init__(original, self, path_or_io, *args, **kwargs):
-        if not _saves.read:
-            original(self, path_or_io, *args, **kwargs)
-            return
-        with digests.reading():
-            # Must run before HDF5 reads the file.
-            digests.check_bytes(path_or_io, *args, **kwargs)
-            original(self, path_or_io, *args, **kwargs)
-        _saves.opened[self] = None
-        if self.mode == "r":
-            digests.check_seal(self.h5_file)
-            _saves.opened[self] = set()
+    """The methods of a store of weights that write digests."""
 
     def __setitem__(original, self, key, value):
         """Gathers a value in all processes, and writes it in process 0."""
@@ -353,29 +305,9 @@ class _Store:
         original(self, key, value)
         digests.note(self._h5_entry_group[key], value)
 
-    def __getitem__(original, self, key):
-        value = original(self, key)
-        if _saves.read:
-            # A store of several files was compared as a whole.
-            compared = _saves.opened.setdefault(self, None)
-            if compared is not None:
-                dataset = self._h5_entry_group[key]
-                compared.add(digests.check_value(dataset, value))
-            last_read, see = _saves.read[-1]
-            last_read[:] = [value]
-            see(self._h5_entry_group[key].name, value)
-        return value
-
     def close(original, self):
         # h5py reports the mode of a file opened with "w" as "r+".
         file = self.h5_file
-        compared = _saves.opened.get(self)
-        if compared is not None and file:
-            try:
-                digests.check_rest(file, compared)
-            finally:
-                original(self)
-            return
         if not _saves.sealing or not file or file.mode != "r+":
             original(self)
             return

@@ -43,11 +43,12 @@ def replaced(path):
         _publish(folder, path)
 
 
-def check(path):
+def check(path, share=(0, 1)):
     """Compares weights in several files with their digests.
 
     Args:
         path: String or path of the JSON file.
+        share: As in `digests.check_rest`.
 
     Raises:
         UnreadableFileError: if something differs, with the part's name.
@@ -72,7 +73,8 @@ def check(path):
         try:
             digests.check_bytes(part)
             with h5py.File(part) as file:
-                seal = digests.check(file)
+                seal = digests.check_seal(file)
+                digests.check_rest(file, (), share)
         except digests.READING_ERRORS as e:
             raise digests.UnreadableFileError(f"In {name!r}: {e}") from e
         if seals is not None and name in seals and seals[name] != seal:

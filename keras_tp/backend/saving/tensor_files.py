@@ -16,6 +16,7 @@ import numpy as np
 import safetensors
 
 from keras_tp.backend.saving import digests
+from keras_tp.backend.saving import stored_arrays
 
 _DTYPES = {
     "F64": np.float64,
@@ -146,6 +147,14 @@ class TensorFile:
                 start += count
         return digest.hexdigest()
 
+    def array(self, name):
+        """Returns a tensor as a `StoredArray`."""
+        shape, dtype = self.tensors[name]
+        start = self._start + self._offsets[name][0]
+        return stored_arrays.of_file(
+            self._path, start, numpy_dtype(dtype), shape
+        )
+
     def copy_to(self, target, name, positions):
         """Copies a part of a tensor into an array.
 
@@ -154,14 +163,5 @@ class TensorFile:
             name: String, name of the tensor.
             positions: Tuple with a slice for each dim.
         """
-        shape, dtype = self.tensors[name]
-        if not target.size:
-            return
-        mapped = np.memmap(
-            self._path,
-            np.dtype(np.uint8),
-            "r",
-            self._start + self._offsets[name][0],
-            math.prod(shape) * numpy_dtype(dtype).itemsize,
-        )
-        target[...] = mapped.view(numpy_dtype(dtype)).reshape(shape)[positions]
+        if target.size:
+            stored_arrays.copy_to(target, self.array(name), positions)

@@ -1,0 +1,199 @@
+"""Weights files of which each process reads the parts that it holds."""
+
+import h5py
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from integration_tests import harness
+from keras_tp import distribution
+from keras_tp.backend import distribution_lib as lib
+from keras_tp.backend.saving import stored_arrays
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """Bytes of the parts that were read of stored arrays, as a list."""
+    monkeypatch.setattr(stored_arrays, "_LARGE_BYTES", 0)
+    found, original = [], stored_arrays.copy_to
+
+    def noted(target, *args):
+        found.append(target.nbytes)
+        original(target, *args)
+
+    monkeypatch.setattr(stored_arrays, "copy_to", noted)
+    return found
+
+
+def build(dtype=None):
+    """Kernels that are split: by columns, by rows, unevenly, and in blocks."""
+    inputs = keras.Input((8,), dtype="int32")
+    x = layers.Embedding(53, 16, name="words", dtype=dtype)(inputs)
+    y = layers.EinsumDense(
+        "abc,cde->abde", (None, 4, 4), bias_axes="de", dtype=dtype, name="heads"
+    )(x)
+    y = layers.Reshape((8, 16), dtype=dtype)(y)
+    x = x + layers.Dense(16, name="out", dtype=dtype)(y)
+    gate, up = keras.ops.split(layers.Dense(64, name="pair")(x), 2, axis=-1)
+    x = layers.Dense(16, name="down", dtype=dtype)(gate * up)
+    x = layers.LayerNormalization(dtype=dtype)(x)
+    model = keras.Model(inputs, layers.Dense(53, dtype=dtype, name="logits")(x))
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def under(shape=(1, 2)):
+    mesh = harness.mesh(harness.fitted(shape))
+    return distribution.TensorParallel(mesh, strict=False).scope()
+
+
+def values_of(model):
+    return [
+        np.array(keras.ops.convert_to_numpy(v))
+        for v in (*model.weights, *model.optimizer.variables)
+    ]
+
+
+def saved(path, dtype=None, **arguments):
+    """Saves a model of one device that was trained; returns its values."""
+    keras.utils.set_random_seed(5)
+    model = build(dtype)
+    x = np.random.default_rng(0).integers(0, 53, (4, 8))
+    model.train_on_batch(x, np.ones((4, 8, 53), "float32"))
+    write(model, path, **arguments)
+    return values_of(model)
+
+
+def write(model, path, **arguments):
+    """Saves the weights of a model of one device, in one process."""
+    if lib.process_id() == 0:
+        model.save_weights(path, **arguments)
+    lib.meet("The file")
+
+
+def held_bytes(model):
+    """Bytes of the parts on the devices of this process, each once."""
+    return sum(
+        part.nbytes
+        for variable in (*model.weights, *model.optimizer.variables)
+        for part in [read() for _, _, read in lib.variable_parts(variable)]
+    )
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize("name", ["m.weights.h5", "m.weights.json"])
+def test_each_process_reads_its_parts(name, shape, tmp_path, copied):
+    arguments = {"max_shard_size": 1e-5} if name.endswith("json") else {}
+    expected = saved(tmp_path / name, **arguments)
+    keras.utils.set_random_seed(6)
+    with under(shape):
+        model = build()
+        model.optimizer.build(model.trainable_variables)
+        model.load_weights(tmp_path / name)
+        found = values_of(model)
+        for new, value in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(new, value)
+        assert 0 < sum(copied) <= held_bytes(model)
+        assert held_bytes(model) < sum(value.nbytes for value in found) or (
+            lib.num_processes() == 1
+        )
+
+
+def test_floats_are_converted_part_by_part(tmp_path, copied):
+    expected = saved(tmp_path / "m.weights.h5", "float32")
+    with under():
+        model = build("bfloat16")
+        with pytest.warns(UserWarning, match="have another dtype"):
+            model.load_weights(tmp_path / "m.weights.h5")
+        found = model.get_layer("words").embeddings
+        assert found.dtype == "bfloat16" and copied
+        wanted = keras.ops.cast(expected[0], "bfloat16")
+        np.testing.assert_array_equal(
+            np.array(keras.ops.convert_to_numpy(found), "float32"),
+            np.array(keras.ops.convert_to_numpy(wanted), "float32"),
+        )
+
+
+@pytest.mark.parametrize("name", ["m.weights.h5", "m.weights.json"])
+def test_damage_is_found_by_the_process_that_looks(name, tmp_path, copied):
+    arguments = {"max_shard_size": 1} if name.endswith("json") else {}
+    with under():
+        model = build()
+        model.save_weights(tmp_path / name, **arguments)
+        before = values_of(model)
+    files = sorted(tmp_path.glob("*.weights.h5"))
+    for layer in ("words", "down", "logits"):
+        if lib.process_id() == 0:
+            damage(files, layer)
+        lib.meet("The damage")
+        with under(), pytest.raises(ValueError, match=name):
+            model.load_weights(tmp_path / name)
+        for new, value in zip(values_of(model), before, strict=True):
+            np.testing.assert_array_equal(new, value)
+        lib.meet("The look")
+        if lib.process_id() == 0:
+            damage(files, layer)
+        lib.meet("The mend")
+    with under():
+        model.load_weights(tmp_path / name)
+
+
+def damage(files, layer):
+    """Flips one bit of the kernel of a layer; a second call flips it back."""
+    offsets = []
+
+    def note(name, item):
+        is_kernel = isinstance(item, h5py.Dataset) and item.ndim > 1
+        if is_kernel and name.startswith(f"layers/{layer}"):
+            offsets.append((path, item.id.get_offset() + 9))
+
+    names = {"words": "embedding", "down": "dense_2", "logits": "dense_3"}
+    layer = names[layer]
+    for path in files:
+        with h5py.File(path) as file:
+            file.visititems(note)
+    ((path, offset),) = offsets
+    with open(path, "rb+") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_a_file_of_another_size_is_refused_by_name(tmp_path, copied):
+    saved(tmp_path / "m.weights.h5")
+    with under():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(4)])
+        with pytest.raises(ValueError, match="m.weights.h5.*is unchanged"):
+            model.load_weights(tmp_path / "m.weights.h5")
+
+
+class Scaled(layers.Layer):
+    """A layer that computes with what it loads."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 16), name="kernel")
+
+    def call(self, x):
+        return x @ self.kernel
+
+    def save_own_variables(self, store):
+        store["half"] = keras.ops.convert_to_numpy(self.kernel) / 2
+
+    def load_own_variables(self, store):
+        self.kernel.assign(store["half"] * 2)
+
+
+def test_a_layer_may_compute_with_a_stored_array(tmp_path, copied):
+    def make():
+        return keras.Sequential([keras.Input((8,)), Scaled()])
+
+    keras.utils.set_random_seed(5)
+    model = make()
+    write(model, tmp_path / "m.weights.h5")
+    expected = model.get_weights()
+    with under():
+        model = make()
+        model.load_weights(tmp_path / "m.weights.h5")
+        np.testing.assert_array_equal(model.get_weights()[0], expected[0])
