@@ -51,6 +51,7 @@ SHARED = [
             "ops",
             "ops_layers",
             "planned_models",
+            "presets",
             "recipes",
             "public_api",
             "rematerialization",

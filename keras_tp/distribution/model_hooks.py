@@ -15,6 +15,7 @@ from keras_tp.backend.processes import progress
 from keras_tp.distribution import derived_variables
 from keras_tp.distribution import model_state
 from keras_tp.distribution import optimizer_slots
+from keras_tp.distribution import preset_files
 from keras_tp.distribution import state_trees
 from keras_tp.distribution import variable_origin
 from keras_tp.distribution import weight_files
@@ -87,11 +88,13 @@ def _hook_call(original, self, /, *args, **kwargs):
 
     Symbolic calls, which build functional models, are left alone.
     """
-    if (
-        model_state.outermost_call() is not None
-        or any_symbolic_tensors(args, kwargs)
-        or _in_tf_graph()
-    ):
+    if model_state.outermost_call() is not None:
+        return original(self, *args, **kwargs)
+    if any_symbolic_tensors(args, kwargs):
+        # KerasHub may be imported by now: it reads a preset's weights next.
+        hooks.install_imported()
+        return original(self, *args, **kwargs)
+    if _in_tf_graph():
         return original(self, *args, **kwargs)
     with model_state.calling(self):
         if not isinstance(self, Model):
@@ -283,6 +286,13 @@ TABLE = [
         "load_weights_only",
         weight_files.check_before_loading,
         "a file that does not fit leaves the model unchanged",
+    ),
+    Hook(
+        "keras_hub.src.utils.transformers.safetensor_utils",
+        "safetensors",
+        preset_files.read_in_parts,
+        "a process reads its part of a preset of Hugging Face",
+        waits=True,
     ),
     Hook(
         "keras.src.saving.saving_lib",

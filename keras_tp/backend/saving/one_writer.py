@@ -116,7 +116,7 @@ def table(is_distributed, exporting=contextlib.nullcontext):
             (
                 "keras.src.saving.saving_lib:H5IOStore",
                 _Store,
-                "the values that are saved have digests",
+                "values are saved and loaded with digests",
             ),
             (
                 "keras.src.saving.saving_lib:H5IOStore",
@@ -309,7 +309,10 @@ class _Store:
         # h5py reports the mode of a file opened with "w" as "r+".
         file = self.h5_file
         if not _saves.sealing or not file or file.mode != "r+":
-            original(self)
+            try:
+                checked_reads.check_rest(self)
+            finally:
+                original(self)
             return
         digests.seal(file, _saves.progress[-1] if _saves.progress else None)
         path = file.filename

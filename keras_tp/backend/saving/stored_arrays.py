@@ -38,7 +38,7 @@ def of_dataset(dataset):
     if (
         offset is None
         or not is_plain
-        or dataset.nbytes < _LARGE_BYTES
+        or not is_large(dataset)
         or file.driver == "fileobj"
         or file.userblock_size
     ):
@@ -49,6 +49,11 @@ def of_dataset(dataset):
 def is_stored(value):
     """Returns whether an array is in a file, and not a copy in memory."""
     return isinstance(value, StoredArray) and value._mmap is not None
+
+
+def is_large(value):
+    """Returns whether an array or a dataset is worth a mapping."""
+    return value.nbytes >= max(_LARGE_BYTES, 1)
 
 
 def can_become(value, dtype):

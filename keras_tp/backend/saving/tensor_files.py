@@ -148,8 +148,10 @@ class TensorFile:
         return digest.hexdigest()
 
     def array(self, name):
-        """Returns a tensor as a `StoredArray`."""
+        """Returns a tensor as a `StoredArray`, or an empty array."""
         shape, dtype = self.tensors[name]
+        if not math.prod(shape):
+            return np.empty(shape, numpy_dtype(dtype))
         start = self._start + self._offsets[name][0]
         return stored_arrays.of_file(
             self._path, start, numpy_dtype(dtype), shape
