@@ -1,7 +1,7 @@
 """Kills processes while they save, and looks for a save that is lost.
 
     KERAS_BACKEND=jax python integration_tests/fuzz_kills.py \
-        --what weights parts model legacy folder --seed 1 --count 200
+        --what weights checkpoint --seed 1 --count 200
     KERAS_BACKEND=jax python integration_tests/fuzz_kills.py --processes 2
 
 Each save is of another value in all variables. With one process, a fork of it
@@ -40,6 +40,7 @@ from integration_tests import launching
 from keras_tp import distribution
 from keras_tp.backend.processes import rendezvous
 from keras_tp.backend.processes import supervisor
+from keras_tp.backend.saving import checkpoint_folder
 from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import one_writer
 from keras_tp.backend.saving import sharded_files
@@ -50,6 +51,7 @@ NAMES = {
     "model": "a.keras",
     "legacy": "a.h5",
     "folder": "a",
+    "checkpoint": "a.checkpoint",
 }
 LIMIT_S = 120
 FOR_EVER = 10**9
@@ -67,6 +69,8 @@ def fill(model, value):
 def save(model, path):
     if path.name in (NAMES["model"], NAMES["legacy"]):
         model.save(path)
+    elif path.name == NAMES["checkpoint"]:
+        distribution.save_checkpoint(path, model)
     elif path.name == NAMES["folder"]:
         keras.saving.save_model(model, path, zipped=False)
     elif path.suffix == ".json":
@@ -77,6 +81,8 @@ def save(model, path):
 
 def value_of(path):
     """Returns the number that all variables of a save have."""
+    if path.name == NAMES["checkpoint"]:
+        return value_of_checkpoint(path)
     files = [path]
     if path.suffix == ".json":
         sharded_files.check(path)
@@ -91,6 +97,20 @@ def value_of(path):
         for array in launching.arrays_of(file).values()
         for x in np.unique(array)
     }
+    (value,) = held
+    return value
+
+
+def value_of_checkpoint(path):
+    """Returns the number that all variables of a checkpoint have."""
+    folder, held = checkpoint_folder.CheckpointFolder(path), set()
+    for name, (shape, dtype) in folder.tensors.items():
+        whole = tuple((0, size) for size in shape)
+        folder.check(name, [whole])
+        if not name.startswith("state/"):
+            array = np.empty(shape, dtype)
+            folder.copy_to(array, name, whole)
+            held |= {float(x) for x in np.unique(array)}
     (value,) = held
     return value
 
@@ -116,7 +136,10 @@ def leftovers(path):
         own |= {sharded_files._first_of(path)}
         own |= set(sharded_files._names(json.loads(path.read_text())))
     found = set(os.listdir(path.parent)) - own
-    if path.is_dir():
+    if path.name == NAMES["checkpoint"]:
+        listed = checkpoint_folder._listed(path)
+        found |= set(os.listdir(path)) - listed - {checkpoint_folder.INDEX}
+    elif path.is_dir():
         found |= set(os.listdir(path)) - one_writer._FOLDER
     return sorted(found)
 
