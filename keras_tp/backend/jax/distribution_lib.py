@@ -19,6 +19,7 @@ from keras.src.distribution.distribution_lib import distribution
 from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import batches
 from keras_tp.backend.jax import collective_counter
+from keras_tp.backend.jax import gathers
 from keras_tp.backend.jax import hooks
 from keras_tp.backend.jax import parts
 from keras_tp.backend.jax import processes
@@ -174,6 +175,11 @@ def distribute_tensor(tensor, layout):
         tensor: `jax.Array` or tracer.
         layout: `TensorLayout` or `jax.sharding.Sharding`.
     """
+    before = getattr(layout, "gathered_from", None)
+    if before is not None and isinstance(tensor, jax.core.Tracer):
+        whole = gathers.gather(tensor, before, layout)
+        if whole is not None:
+            return whole
     return keras_lib.distribute_tensor(tensor, layout)
 
 
