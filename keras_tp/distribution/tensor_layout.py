@@ -43,6 +43,9 @@ class TensorLayout(keras_lib.TensorLayout):
             this one. Its gradient gets that layout too: without it, XLA may
             gather the layer's kernel in the backward pass. Defaults to `None`,
             for one that is not known.
+        is_scattered: Boolean. Whether the gradient of a gathered output is a
+            sum over the devices, of which each needs a part: a reduce-scatter.
+            Defaults to `False`.
         sequence_parallel: Boolean. Whether activations around a split kernel,
             of shape `(batch, sequence, features)`, are split along the
             sequence: an input is gathered, and a sum over the devices is
@@ -54,6 +57,7 @@ class TensorLayout(keras_lib.TensorLayout):
 
     uneven = False
     gathered_from = None
+    is_scattered = False
     sequence_parallel = False
     blocks = types.MappingProxyType({})
 

@@ -175,9 +175,8 @@ def distribute_tensor(tensor, layout):
         tensor: `jax.Array` or tracer.
         layout: `TensorLayout` or `jax.sharding.Sharding`.
     """
-    before = getattr(layout, "gathered_from", None)
-    if before is not None and isinstance(tensor, jax.core.Tracer):
-        whole = gathers.gather(tensor, before, layout)
+    if gathers.is_one(layout) and isinstance(tensor, jax.core.Tracer):
+        whole = gathers.gather(tensor, layout.gathered_from, layout)
         if whole is not None:
             return whole
     return keras_lib.distribute_tensor(tensor, layout)

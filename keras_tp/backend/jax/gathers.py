@@ -4,6 +4,17 @@ import jax
 from jax.sharding import PartitionSpec
 
 
+def is_one(layout):
+    """Returns whether a layout gathers a layer's output, and no more.
+
+    Where the gradient is a sum over the devices, XLA itself makes a
+    reduce-scatter of the sum and the split.
+    """
+    # Layouts of Keras have no such attributes.
+    gathered = getattr(layout, "gathered_from", None) is not None
+    return gathered and not layout.is_scattered
+
+
 def gather(x, before, after):
     """Returns a split tensor as a whole one.
 

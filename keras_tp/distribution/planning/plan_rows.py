@@ -116,4 +116,5 @@ class PlannedGather(
         if any(self.axes):
             before = (first, *self.axes[1:])
             layout.gathered_from = TensorLayout(before, device_mesh)
+            layout.is_scattered = self.is_scattered
         return layout
