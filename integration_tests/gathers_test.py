@@ -129,7 +129,7 @@ MODELS = {
 
 
 if BACKEND != "tensorflow":
-    # DTensor there sends less: it does not gather `out_0` and `out_1`.
+    # DTensor there has two all-gathers less than planned.
     MODELS[residual] = ["in_0", "out_0", "in_1", "out_1"]
 
 
