@@ -15,6 +15,11 @@ DISAGREES = (
     "; its input or output is split along a dim that it is not, so backends "
     f"gather or scatter, {NOT_PREDICTED}"
 )
+# Of a table, or of several lookups of it.
+KNOWN_ROWS = (
+    "; each step looks up one known row, or all rows, so XLA may gather or "
+    f"send rows, {NOT_PREDICTED}"
+)
 # Of a kernel whose layer's output is needed whole.
 GATHERED = "; the layer's output is gathered"
 # Of a dim that the devices do not divide.

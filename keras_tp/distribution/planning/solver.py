@@ -16,6 +16,7 @@ from keras_tp.distribution.planning import gathers
 from keras_tp.distribution.planning import reasons
 from keras_tp.distribution.planning import reductions
 from keras_tp.distribution.planning import sequence
+from keras_tp.distribution.planning import uses
 from keras_tp.distribution.planning.dim_groups import Classes
 from keras_tp.distribution.planning.solution import Choice
 from keras_tp.distribution.planning.solution import Gather
@@ -379,7 +380,7 @@ class _Planner(Classes):
 
     def _why_split(self, value, dim):
         if not hasattr(self, "_uses"):
-            self._uses = self._find_uses()
+            self._uses = uses.find(self)
         root, _ = self.class_of((value.index, dim))
         why = self._uses.get(
             (value.index, root), "split with the dims it is combined with"
@@ -387,27 +388,6 @@ class _Planner(Classes):
         layer = value.path.rpartition("/")[0]
         why += reasons.GATHERED * (layer in self._gathered_layers)
         return why + reasons.SHARED_HEADS * (root in self.coarse)
-
-    def _find_uses(self):
-        """Returns a dict of (variable, class) to the effect of its split."""
-        uses = {}
-        for partial in self.dims.partials:
-            if partial.step.kind == "Take" and not partial.backward:
-                use = (
-                    reasons.ROW + " embedding: one all-reduce after the lookup"
-                )
-            elif all(map(self.dims.is_weight, partial.step.inputs)):
-                use = "split like the kernel that LoRA adapts"
-            elif partial.backward:
-                use = reasons.COLUMN
-            else:
-                use = reasons.ROW + ": one all-reduce of the output"
-            root, _ = self.class_of(partial.node)
-            for value in [*partial.step.inputs, *partial.step.variables]:
-                for i in range(value.ndim):
-                    if self.class_of((value.index, i))[0] == root:
-                        uses.setdefault((self.source(value), root), use)
-        return uses
 
     def source(self, value):
         """Returns the index of a value's variable, through casts and slices."""
