@@ -1,7 +1,8 @@
 """Predicted bytes per device and predicted collectives.
 
 Sizes have the form `coefficient * batch**b * length**l` bytes, so that one plan
-gives predictions for any batch size and sequence length.
+gives predictions for any batch size and sequence length. A number may be added
+to the batch and to the length.
 """
 
 import collections
@@ -45,7 +46,9 @@ _KEEPS_OUTPUTS = {"Softmax", "Relu", "ReLU", "Sigmoid", "Tanh", "Exp", "Rsqrt"}
 
 class Size(
     collections.namedtuple(
-        "Size", ["coefficient", "batch", "length", "offset"], defaults=[0]
+        "Size",
+        ["coefficient", "batch", "length", "offset", "added"],
+        defaults=[0, 0],
     )
 ):
     """A number of bytes that grows with the batch and the sequence length.
@@ -56,18 +59,25 @@ class Size(
         length: Int, exponent of the sequence length.
         offset: Int or float, added to the sequence length, such as the number
             of image tokens before a text. Defaults to 0.
+        added: Int or float, added to the batch size, such as an example of the
+            model's own. Defaults to 0.
     """
 
     def at(self, batch_size, sequence_length):
         """Returns the bytes for a batch size and a sequence length."""
-        size = self.coefficient * batch_size**self.batch
+        size = self.coefficient
+        if self.batch:
+            size *= (batch_size + self.added) ** self.batch
         if self.length:
             size *= (sequence_length + self.offset) ** self.length
         return _short(size)
 
     def listed(self):
-        """Returns a list of the fields; without the offset if it is 0."""
-        return list(self) if self.offset else list(self)[:-1]
+        """Returns a list of the fields, without zeros at the end."""
+        fields = list(self)
+        while len(fields) > 3 and not fields[-1]:
+            fields.pop()
+        return fields
 
 
 def size_of(value, graph):
@@ -75,15 +85,21 @@ def size_of(value, graph):
 
     The placeholder sizes of batch and length are primes that divide no known
     dim, so a dim says how it grows. Dims that are made of such a dim and others
-    are in `Graph.lengths`. Only a dim of exactly the size of the batch is one,
-    if there are any; else the first that it divides has it as a factor.
+    are in `Graph.lengths` and `Graph.batches`. Only a dim of exactly the size
+    of the batch is one, if there are any; else the first that it divides has it
+    as a factor.
     """
     coefficient = item_bytes(value.dtype)
-    batch = length = offset = 0
+    batch = length = offset = added = 0
     for i, size in enumerate(value.shape):
         times, rest = graph.lengths.get((value.index, i), (0, 0))
         if times:
             length, offset = length + 1, rest / times
+            coefficient *= times
+            continue
+        times, rest = graph.batches.get((value.index, i), (0, 0))
+        if times:
+            batch, added = batch + 1, rest / times
             coefficient *= times
             continue
         is_factor = not batch and graph.batch not in value.shape
@@ -96,7 +112,9 @@ def size_of(value, graph):
             size //= graph.length
             length += 1
         coefficient *= size
-    return Size(_short(coefficient), batch, length, _short(offset))
+    return Size(
+        _short(coefficient), batch, length, _short(offset), _short(added)
+    )
 
 
 def _short(number):

@@ -50,6 +50,18 @@ def test_a_length_to_which_others_are_joined():
     assert cost.Size(8, 1, 1).listed() == [8, 1, 1]
 
 
+def test_an_example_that_is_added_to_each_batch():
+    graph = Graph("net", 3, 5)
+    value = graph.new_value("result", (4, 5, 8), "float32")
+    flat = graph.new_value("result", (7, 8), "float32")
+    graph.batches = {(value.index, 0): (1, 1), (flat.index, 0): (2, 1)}
+    size = cost.size_of(value, graph)
+    assert size == cost.Size(32, 1, 1, 0, 1)
+    assert size.at(2, 16) == 4 * 3 * 16 * 8
+    assert size.listed() == [32, 1, 1, 0, 1]
+    assert cost.size_of(flat, graph).at(2, 16) == 4 * 5 * 8
+
+
 def test_bytes_of_elements():
     dtypes = ("float32", "bfloat16", "bool", "string")
     assert [cost.item_bytes(name) for name in dtypes] == [4, 2, 1, 0]

@@ -23,6 +23,8 @@ from keras_tp.distribution.planning.rules import rule
 # A gather costs communication in every step, so outputs are gathered only until
 # this share of the bytes of all matrices, kernels and embeddings is split.
 ENOUGH_SPLIT = 0.9
+# What a graph finds from its steps.
+_OF_STEPS = ("lengths", "batches")
 
 
 class GatherOutput(collections.namedtuple("GatherOutput", "dims kernels")):
@@ -235,7 +237,7 @@ def inserted(graph, gathers):
     """
     found = Graph(graph.name, graph.batch, graph.length)
     found.__dict__.update(
-        {k: v for k, v in vars(graph).items() if k != "lengths"}
+        {k: v for k, v in vars(graph).items() if k not in _OF_STEPS}
     )
     found.values, found.steps = list(graph.values), []
     left = {path: list(calls) for path, calls in gathers.items()}

@@ -133,7 +133,15 @@ class Graph:
         A dict of `(index of a value, dim)` to `(times, rest)`, for a size of
         `times * length + rest`.
         """
-        return lengths.find(self)
+        return lengths.find(self, self.length)
+
+    @functools.cached_property
+    def batches(self):
+        """The dims that grow with the batch, but not by it alone.
+
+        As `lengths`.
+        """
+        return lengths.find(self, self.batch)
 
     def new_value(self, kind, shape, dtype, path="", trainable=False):
         """Adds a `Value` and returns it."""

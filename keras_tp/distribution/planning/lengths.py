@@ -1,7 +1,8 @@
-"""Finds dims whose size is a number of times the length, plus a rest.
+"""Finds dims whose size is a number of times a length or batch, plus a rest.
 
 A text behind image tokens is longer than the text, a convolution with strides
-makes it shorter, and a slice cuts tokens off.
+makes it shorter, and a slice cuts tokens off. A model may add an example of its
+own to each batch.
 """
 
 import math
@@ -12,65 +13,66 @@ _STRIDED = ("Conv", "MaxPool", "AveragePool")
 _JOINED = ("Append", "Concatenate", "Hstack", "Vstack")
 
 
-def find(graph):
+def find(graph, unit):
     """Returns a dict of `(index of a value, dim)` to `(times, rest)`.
 
-    Dims that are a multiple of the length are not in it.
+    Dims that are a multiple of the unit are not in it.
 
     Args:
         graph: `Graph` with all its steps.
+        unit: Int, placeholder size of the length or of the batch.
     """
     found = {}
     for step in graph.steps:
         for output in step.outputs:
             for j, size in enumerate(output.shape):
-                growth = _growth(graph, found, step, output, j, size)
+                growth = _growth(unit, found, step, output, j, size)
                 if growth is not None:
                     found[output.index, j] = growth
     return found
 
 
-def _growth(graph, found, step, output, j, size):
-    if size % graph.length == 0:
+def _growth(unit, found, step, output, j, size):
+    if size % unit == 0:
         return None
     if step.kind in _JOINED:
-        growth = _of_joined(graph, found, step, output, j, size)
+        growth = _of_joined(unit, found, step, output, j, size)
     elif step.kind in _STRIDED:
-        growth = _of_strided(graph, found, step, j, size)
+        growth = _of_strided(unit, found, step, j, size)
     elif step.kind == "Pad":
-        growth = _of_padded(graph, found, step.inputs[0], j, size)
+        growth = _of_padded(unit, found, step.inputs[0], j, size)
     elif step.kind == "GetItem":
-        growth = _of_slice(graph, found, step, j, size)
+        growth = _of_slice(unit, found, step, j, size)
     else:
         growth = None
     return growth or _of_same_size(found, step, output, j, size)
 
 
-def _of_dim(graph, found, value, i):
+def _of_dim(unit, found, value, i):
     """Returns the `(times, rest)` of a dim."""
     size = value.shape[i]
     if (value.index, i) in found:
         return found[value.index, i]
-    return (size // graph.length, 0) if size % graph.length == 0 else (0, size)
+    return (size // unit, 0) if size % unit == 0 else (0, size)
 
 
-def _of_joined(graph, found, step, output, j, size):
+def _of_joined(unit, found, step, output, j, size):
     inputs = [x for x in step.inputs if x.ndim == output.ndim]
     if sum(x.shape[j] for x in inputs) != size:
         return None
-    parts = [_of_dim(graph, found, x, j) for x in inputs]
+    parts = [_of_dim(unit, found, x, j) for x in inputs]
     times = sum(part[0] for part in parts)
     return (times, sum(part[1] for part in parts)) if times else None
 
 
-def _of_strided(graph, found, step, j, size):
+def _of_strided(unit, found, step, j, size):
     """The size is exact for lengths that the stride divides."""
     x = step.inputs[0]
     stride = getattr(step.operation, "strides", None)
     if isinstance(stride, (tuple, list)) and len(stride) == 1:
         (stride,) = stride
-    times, rest = _of_dim(graph, found, x, j)
-    if not times or x.ndim != 3 or not isinstance(stride, int):
+    times, rest = _of_dim(unit, found, x, j)
+    if not times or not j or x.ndim != 3 or not isinstance(stride, int):
         return None
     if step.operation.padding == "valid":
         if step.kind == "Conv":
@@ -81,12 +83,12 @@ def _of_strided(graph, found, step, j, size):
     return times / stride, math.floor(rest / stride)
 
 
-def _of_padded(graph, found, x, j, size):
-    times, rest = _of_dim(graph, found, x, j)
+def _of_padded(unit, found, x, j, size):
+    times, rest = _of_dim(unit, found, x, j)
     return (times, rest + size - x.shape[j]) if times else None
 
 
-def _of_slice(graph, found, step, j, size):
+def _of_slice(unit, found, step, j, size):
     key = step.args[1] if len(step.args) > 1 else step.kwargs.get("key")
     key = key if isinstance(key, (tuple, list)) else (key,)
     x = step.inputs[0]
@@ -96,7 +98,7 @@ def _of_slice(graph, found, step, j, size):
     stop = key[j].stop
     if key[j].step not in (None, 1) or not (stop is None or stop < 0):
         return None
-    times, rest = _of_dim(graph, found, x, j)
+    times, rest = _of_dim(unit, found, x, j)
     return (times, rest - (x.shape[j] - size)) if times else None
 
 

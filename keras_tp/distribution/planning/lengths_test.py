@@ -1,3 +1,5 @@
+import math
+
 import keras
 import pytest
 from keras import layers
@@ -70,3 +72,32 @@ def test_bytes_are_those_of_another_length(function):
     expected = model.compute_output_shape((3, LENGTH, 8))
     bytes_of = 4 * expected[0] * expected[1] * expected[2]
     assert cost.size_of(output, graph).at(3, LENGTH) == bytes_of
+
+
+def beside_another(x):
+    """As Gemma 3n does for images."""
+    other = keras.ops.zeros((1, 16, 8))
+    return keras.ops.concatenate([x, other], axis=0)
+
+
+def convolved(x):
+    return layers.Conv1D(8, 4, strides=4)(beside_another(x))
+
+
+def without_another(x):
+    return beside_another(x)[:-1, :] * 2.0
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (beside_another, (4, 16, 8)),
+        (convolved, (4, 4, 8)),
+        (without_another, (3, 16, 8)),
+    ],
+)
+def test_bytes_are_those_of_another_batch(function, shape):
+    x = keras.Input((16, 8))
+    graph = trace.trace(keras.Model(x, function(x)))
+    (output,) = graph.outputs
+    assert cost.size_of(output, graph).at(3, None) == 4 * math.prod(shape)

@@ -290,12 +290,17 @@ def _check_gather(where, row, axis):
 def _check_size(where, size):
     is_right = (
         isinstance(size, list)
-        and len(size) in (3, 4)
+        and 3 <= len(size) <= 5
         and (_is_int(size[0], 0) or _is_float(size[0]))
         and all(_is_int(n, 0) and n <= _MOST_POWER for n in size[1:3])
         and all(map(_is_offset, size[3:]))
     )
-    _need(is_right, where, "bytes, two small exponents and an offset", size)
+    _need(
+        is_right,
+        where,
+        "bytes, two small exponents and two numbers at most",
+        size,
+    )
 
 
 def _check_fields(where, row, *names, optional=()):

@@ -165,7 +165,7 @@ REDUCTION = ("reductions", 0)
         (set_to(*REDUCTION, "size", ["1", 0, 0]), r"reductions\[0\].size"),
         (set_to(*REDUCTION, "size", [1, 0, 0, "1"]), r"reductions\[0\].size"),
         (set_to(*REDUCTION, "size", [1, 0, 0, 2**40]), "reductions.*size"),
-        (set_to(*REDUCTION, "size", [1, 0, 0, 1, 1]), "reductions.*size"),
+        (set_to(*REDUCTION, "size", [1, 0, 0, 1, 1, 1]), "reductions.*size"),
     ],
 )
 def test_fields_that_are_wrong(plan, change, field, tmp_path):

@@ -110,7 +110,8 @@ class PlannedGather(
 
     def layout(self, device_mesh, batch_axis):
         """Returns a `TensorLayout`: all dims are whole except for the batch."""
-        first = batch_axis if self.size.batch else None
+        is_batch = self.size.batch and not self.size.added
+        first = batch_axis if is_batch else None
         axes = (first, *[None] * (len(self.axes) - 1))
         layout = TensorLayout(axes, device_mesh)
         if any(self.axes):

@@ -218,6 +218,7 @@ def _gather(row):
 def _growth(size):
     """Returns the text of a `Size`."""
     text = format_bytes(size.coefficient)
-    text += " x batch" if size.batch else ""
+    batch = f"(batch + {size.added:g})" if size.added else "batch"
+    text += f" x {batch}" if size.batch else ""
     length = f"(length + {size.offset:g})" if size.offset else "length"
     return text + f" x {length}" * size.length

@@ -34,6 +34,12 @@ def plan(variables, reductions, gathers=()):
     )
 
 
+def test_how_a_size_grows():
+    one = reduction("up", size=(8, 1, 1, -1, 1))
+    text = plan_text.page(plan([variable("up/kernel")], [one]))
+    assert "8 B x (batch + 1) x (length + -1)" in text
+
+
 def test_table():
     rows = [
         variable("up/kernel", (None, "model")),

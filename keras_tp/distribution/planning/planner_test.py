@@ -48,7 +48,7 @@ def test_two_layers_are_a_column_and_a_row(count):
 def test_a_table_of_positions_is_an_embedding():
     class Positions(layers.Layer):
         def build(self, shape):
-            self.table = layers.Embedding(16, 12, name="table")
+            self.table = layers.Embedding(20, 12, name="table")
             self.table.build()
 
         def call(self, x):
@@ -745,3 +745,19 @@ def test_collectives_of_a_text_behind_other_tokens():
     assert plan.collectives(2, 16) == {"all_reduce": (1, 2 * 24 * 16 * 4)}
     again = distribution.ShardingPlan.from_json(plan.to_json())
     assert again.collectives(2, 16) == plan.collectives(2, 16)
+
+
+def test_collectives_of_a_batch_with_an_example_more():
+    """As Gemma 3n adds an image of its own to each batch."""
+
+    class Adding(layers.Layer):
+        def call(self, x):
+            return keras.ops.concatenate([x, keras.ops.zeros((1, 16))], axis=0)
+
+    x = keras.Input((16,))
+    h = layers.Dense(64, name="up")(Adding()(x))
+    h = layers.Dense(16, name="down")(h)
+    plan = plan_of(keras.Model(x, h[:-1, :]))
+    assert plan.collectives(2) == {"all_reduce": (1, 3 * 16 * 4)}
+    again = distribution.ShardingPlan.from_json(plan.to_json())
+    assert again.collectives(2) == plan.collectives(2)
