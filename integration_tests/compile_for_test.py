@@ -4,6 +4,7 @@ import importlib.util
 import json
 
 import keras
+import numpy as np
 import pytest
 
 from keras_tp import distribution as dist
@@ -190,6 +191,56 @@ def test_a_model_that_exists_and_another_distribution(target):
     assert parameters <= found < 1.1 * parameters
     for old, new in zip(weights, model.get_weights()):
         assert (old == new).all()
+
+
+class Positions(keras.layers.Layer):
+    """Adds rows of a table that are the same in each step."""
+
+    def __init__(self, rows):
+        super().__init__(name="positions")
+        self.rows = rows
+        self.table = keras.layers.Embedding(48, HIDDEN, name="table")
+
+    def build(self, shape):
+        self.table.build()
+
+    def call(self, x):
+        found = keras.ops.reshape(self.table(self.rows), (-1, HIDDEN))
+        return x + keras.ops.sum(keras.ops.square(found), 0)
+
+
+@on_jax
+@pytest.mark.parametrize("target", [needed("h100")])
+@pytest.mark.parametrize(
+    ("rows", "is_predicted"),
+    [
+        (np.arange(48), False),
+        (np.array([[5]]), False),
+        (np.arange(20), True),
+        (np.array([5, 5]), True),
+    ],
+)
+def test_lookups_of_known_rows_are_as_planned_or_flagged(
+    target, rows, is_predicted
+):
+    def build():
+        x = keras.Input((LENGTH, HIDDEN))
+        h = keras.layers.LayerNormalization()(Positions(rows)(x))
+        h = keras.layers.Dense(4 * HIDDEN, name="up")(h)
+        return keras.Model(x, keras.layers.Dense(HIDDEN, name="down")(h))
+
+    mesh = dist.DeviceMesh((1, 2), ["batch", "model"], ["gpu:0", "gpu:1"])
+    plan = dist.plan_sharding(build, mesh)
+    assert plan["positions/table/embeddings"].is_predicted is is_predicted
+    parallel = dist.TensorParallel(plan=plan)
+    report = dist.compile_for(
+        build, parallel, target, batch_size=BATCH, loss="mse"
+    )
+    found = {
+        kind: (row["count"], row["bytes"])
+        for kind, row in report.collectives.items()
+    }
+    assert (found == plan.collectives(BATCH)) is is_predicted
 
 
 @on_jax

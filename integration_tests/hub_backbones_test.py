@@ -51,9 +51,8 @@ def numbers(structure):
 BYTES_NOT_PREDICTED = {}
 if keras.config.backend() == "torch":
     BYTES_NOT_PREDICTED = {
-        # Adds an image and a clip to each batch, which plans take for a fixed
-        # size.
-        "Gemma3n": 9,
+        # DTensor sums gradients of its stacked streams one by one.
+        "Gemma3n": 10,
         # DTensor sums a gradient after it has passed a resize.
         "MobileNetV5": 0,
     }
@@ -66,15 +65,14 @@ def assert_counted_as_planned(name, plan, model, x, outputs, targets):
     """
     counted = distribution.count_collectives(model, x, targets)
     found = {kind: tuple(pair) for kind, pair in counted.items() if pair[0]}
-    if hub_backbones.reasons(plan):
-        return
     expected = hub_backbones.predicted(plan, outputs)
     if name in BYTES_NOT_PREDICTED:
         numbers_of = {kind: pair[0] for kind, pair in expected.items()}
         numbers_of["all_reduce"] += BYTES_NOT_PREDICTED[name]
         assert {kind: pair[0] for kind, pair in found.items()} == numbers_of
         return
-    assert found == expected
+    if not hub_backbones.reasons(plan):
+        assert found == expected
 
 
 def run(build, spec, weights=None):
