@@ -316,3 +316,22 @@ def test_with_a_data_axis_that_splits_variables():
     with TensorParallel(plan=plan, strict=True).scope():
         _, found, _ = trained(dense)
     np.testing.assert_allclose(found, losses, rtol=1e-5)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="others export for one device")
+@pytest.mark.parametrize("body", [dense, positions])
+def test_tensorflow_runs_what_is_exported(body, tmp_path):
+    tf = pytest.importorskip("tensorflow")
+    keras.utils.clear_session()
+    plan = distribution.plan_sharding(
+        lambda: build(body), harness.mesh((1, 2)), gather_outputs=0
+    )
+    assert plan.gathers
+    x = np.random.default_rng(3).normal(size=(4, LENGTH, WIDTH))
+    x = x.astype("float32")
+    with TensorParallel(plan=plan).scope():
+        model = build(body)
+        expected = model.predict(x, verbose=0)
+        model.export(tmp_path / "exported", verbose=False)
+    program = tf.saved_model.load(str(tmp_path / "exported"))
+    np.testing.assert_allclose(program.serve(x), expected, rtol=1e-4, atol=1e-5)

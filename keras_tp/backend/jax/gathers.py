@@ -1,7 +1,31 @@
 """Gathers of the outputs of layers, as a plan has them."""
 
+import contextlib
+
 import jax
 from jax.sharding import PartitionSpec
+
+
+class _Exports:
+    """The exports that are under way."""
+
+    count = 0
+
+
+_exports = _Exports()
+
+
+@contextlib.contextmanager
+def exporting(model):
+    """Context in which a model is exported.
+
+    Programs with a `shard_map` do not run in TensorFlow.
+    """
+    _exports.count += 1
+    try:
+        yield
+    finally:
+        _exports.count -= 1
 
 
 def is_one(layout):
@@ -27,9 +51,11 @@ def gather(x, before, after):
         after: `TensorLayout` in which the dim is whole.
 
     Returns:
-        Tensor; `None` if the layouts differ in another way, or if the devices
-        do not divide a dim.
+        Tensor; `None` if the layouts differ in another way, if the devices do
+        not divide a dim, or if the program is exported.
     """
+    if _exports.count:
+        return None
     pairs = enumerate(zip(before.axes, after.axes, strict=True))
     changed = [dim for dim, (old, new) in pairs if old != new]
     in_shard_map = jax.sharding.get_abstract_mesh().manual_axes
@@ -50,7 +76,8 @@ def gather(x, before, after):
 def _divide(layout, shape):
     mesh = layout.device_mesh
     sizes = dict(zip(mesh.axis_names, mesh.shape))
+    # The size of a batch may be a symbol, as in `export`.
     return all(
-        size % sizes.get(axis, 1) == 0
+        isinstance(size, int) and size % sizes.get(axis, 1) == 0
         for size, axis in zip(shape, layout.axes, strict=True)
     )

@@ -13,6 +13,7 @@ from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import batches
 from keras_tp.backend.jax import blocks
 from keras_tp.backend.jax import convolution
+from keras_tp.backend.jax import gathers
 from keras_tp.backend.jax import pooling
 from keras_tp.backend.jax import processes
 from keras_tp.backend.jax import programs
@@ -189,6 +190,6 @@ TABLE = [
         "gradients of stored arrays have the shape of what they update",
     ),
     *callbacks.table(),
-    *one_writer.table(arrays.is_distributed),
+    *one_writer.table(arrays.is_distributed, gathers.exporting),
     *map(_of_several, OF_SEVERAL_PROCESSES),
 ]
