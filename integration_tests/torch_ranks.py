@@ -37,6 +37,7 @@ SHARED = [
             "blocks",
             "callbacks",
             "checkpoints",
+            "named_checkpoints",
             "collectives",
             "communication",
             "contamination",

@@ -23,13 +23,27 @@ def noted(model):
     beside = global_state.get_global_attribute("global_seed_generator")
     numbers = backend.convert_to_numpy
     state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        **_beside_models(),
         "model": [numbers(counter) for counter in _counters(model)],
         "keras": None if beside is None else numbers(beside.state),
-        "framework": current.load("processes").random_state(),
     }
     return messages.encode(state).decode()
+
+
+def noted_beside_models():
+    """Returns the state of Python's, numpy's and the framework's generators.
+
+    They are not part of Keras. Programs draw the order of their data from them.
+    """
+    return messages.encode(_beside_models()).decode()
+
+
+def _beside_models():
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "framework": current.load("processes").random_state(),
+    }
 
 
 def restore(model, text):
@@ -37,9 +51,8 @@ def restore(model, text):
 
     Ignores the state of a framework that is not in use.
     """
+    restore_beside_models(text)
     state = messages.decode(text.encode())
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
     if state["keras"] is not None:
         _assign(seed_generator.global_seed_generator().state, state["keras"])
     counters = _counters(model)
@@ -53,6 +66,20 @@ def restore(model, text):
             "not restored, so dropout masks differ from the interrupted run.",
             stacklevel=3,
         )
+
+
+def restore_beside_models(text, python=True):
+    """Sets the generators of Python, numpy and the framework.
+
+    Args:
+        text: String that `noted` or `noted_beside_models` returned.
+        python: Boolean. Whether to set the generators of Python and numpy.
+            Defaults to `True`.
+    """
+    state = messages.decode(text.encode())
+    if python:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
     processes = current.load("processes")
     used = processes.random_state()
     held = {k: v for k, v in state["framework"].items() if k in used}

@@ -31,6 +31,8 @@ _PLAIN = [
 ]
 # Path of what Keras does not save: counters of random seeds, and metrics.
 REST = "state"
+# Path of files, such as vocabularies. No attribute of a model has this name.
+ASSETS = "@assets"
 
 
 def state_of(model, folder=None):
@@ -48,7 +50,7 @@ def state_of(model, folder=None):
         the layer if it loads what it saved by itself.
     """
     found, seen = [], set()
-    for path, saveable in _walk(model, "", set()):
+    for path, saveable in parts_of(model):
         values = _own_variables(saveable)
         owner = None
         if values is None:
@@ -68,6 +70,11 @@ def state_of(model, folder=None):
             found.append((name, variable, None))
             counts[role] += 1
     return found if folder is None else _fitting(found, folder, model)
+
+
+def parts_of(model):
+    """Yields the paths and the parts of a model, itself included."""
+    return _walk(model, "", set())
 
 
 def _walk(saveable, path, visited):
@@ -114,7 +121,8 @@ def _own_variables(saveable):
 def _fitting(state, folder, model):
     """Returns the state that a folder has; raises if names differ."""
     own = {name for name, *_ in state}
-    differing = own ^ set(folder.tensors)
+    saved = {n for n in folder.tensors if not n.startswith(f"{ASSETS}/")}
+    differing = own ^ saved
     # Metrics have no variables before the first step, and a model that only
     # predicts has no optimizer.
     optional = [f"{REST}/{variable_origin.METRIC}/"]

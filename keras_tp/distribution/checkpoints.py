@@ -22,6 +22,7 @@ from keras_tp.backend.processes import timeouts
 from keras_tp.backend.saving import all_processes
 from keras_tp.backend.saving import checkpoint_folder
 from keras_tp.backend.saving import consolidation
+from keras_tp.distribution import checkpoint_models
 from keras_tp.distribution import checkpoint_state
 from keras_tp.distribution import model_state
 
@@ -34,7 +35,8 @@ def save_checkpoint(path, model, wait=True):
     """Saves the state of a model as a folder of safetensors files.
 
     Every process writes its own part of each variable: weights, optimizer
-    slots, the number of the step, metrics and random state. The files become
+    slots, the number of the step, metrics and random state. The model's config
+    and assets are saved, too, for `load_model`. The files become
     the current ones with one rename. If a process is killed before it, the
     older checkpoint in the folder stays. A collective: call it in every
     process, with a folder that all of them share.
@@ -42,6 +44,9 @@ def save_checkpoint(path, model, wait=True):
     `model.safetensors.index.json` lists the files, as Hugging Face's do. A
     variable that is split has the indices of each part after its name, as in
     `layers/dense/vars/0[0:64,0:128]`.
+
+    `model.save`, `model.save_weights` and callbacks write such a folder if
+    their path ends in `.safetensors`.
 
     Args:
         path: String or path of the folder. It is created if it does not exist.
@@ -55,6 +60,18 @@ def save_checkpoint(path, model, wait=True):
         ValueError: if the model is not built.
         OSError: if a process cannot write. The older checkpoint is unchanged.
     """
+    write(path, model, wait)
+
+
+def write(path, model, wait=True, progress=None):
+    """Does `save_checkpoint`, and saves the progress of training beside it.
+
+    Args:
+        path: String or path.
+        model: Built `keras.Model`.
+        wait: Boolean.
+        progress: Value that JSON supports. Defaults to `None`.
+    """
     _finish()
     _check_built(model, "saved")
     _sync(model)
@@ -64,13 +81,16 @@ def save_checkpoint(path, model, wait=True):
         for name, value, _ in checkpoint_state.state_of(model)
         for piece in checkpoint_state.written_pieces(lib, name, value)
     ]
+    assets = checkpoint_models.asset_pieces(model)
+    if lib.process_id() == 0:
+        pieces += assets
     save = checkpoint_folder.Save(
         pathlib.Path(os.path.realpath(path)),
         lib.from_first_process(secrets.token_hex(4)),
         lib.process_id(),
         lib.num_processes(),
     )
-    described = _description_of(model)
+    described = {**_description_of(model), "progress": progress}
     if not wait:
         _write_in_thread(save, pieces, described)
         return
@@ -140,16 +160,66 @@ def load_checkpoint(path, model):
         ValueError: if a file is damaged or does not fit the model, with the
             name of the file or the variable. The model is unchanged.
     """
+    read(path, model)
+
+
+def read(path, model):
+    """Does `load_checkpoint`; returns the progress that `write` was given."""
     _finish()
     _check_built(model, "loaded")
     _sync(model)
+    folder = _opened(path, "`load_checkpoint`")
+    _load(folder, model)
+    return folder.described.get("progress")
+
+
+def load_model(path, custom_objects=None, compile=True, safe_mode=True):
+    """Makes a model under the current distribution, and loads its state.
+
+    A collective, like `load_checkpoint`.
+
+    Args:
+        path: String or path of a folder that `save_checkpoint` wrote.
+        custom_objects: As in `keras.saving.load_model`.
+        compile: As in `keras.saving.load_model`.
+        safe_mode: As in `keras.saving.load_model`.
+
+    Returns:
+        A `keras.Model`.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint in the folder.
+        ValueError: if the folder has no config, if a file is damaged, or if
+            the config needs code that `safe_mode` does not run.
+    """
+    _finish()
+    folder = _opened(path, "`load_model`")
+    model = checkpoint_models.model_of(
+        folder, custom_objects, compile, safe_mode
+    )
+    _check_built(model, "loaded")
+    _load(folder, model)
+    all_processes.run(
+        lambda: checkpoint_models.load_assets(folder, model), _READ
+    )
+    return model
+
+
+def _opened(path, what):
+    """Returns the `CheckpointFolder` of a path. A collective."""
+    found = []
+    backend.load("distribution_lib").meet(what)
+    with timeouts.longer():
+        all_processes.run(
+            lambda: found.append(checkpoint_folder.CheckpointFolder(path)),
+            _READ,
+        )
+    return found[0]
+
+
+def _load(folder, model):
+    """Loads a model's state, after all that is read was compared."""
     lib = backend.load("distribution_lib")
-
-    folder, state = None, []
-
-    def read():
-        nonlocal folder
-        folder = checkpoint_folder.CheckpointFolder(path)
 
     def check():
         checkpoint_state.check_fits(folder, state)
@@ -157,9 +227,7 @@ def load_checkpoint(path, model):
             boxes = checkpoint_state.held_boxes(lib, value, whole=owner)
             folder.check(name, boxes)
 
-    lib.meet("`load_checkpoint`")
     with timeouts.longer():
-        all_processes.run(read, _READ)
         checkpoint_state.build_optimizer(model, folder)
         state = checkpoint_state.state_of(model, folder)
         all_processes.run(check, _READ)
@@ -191,7 +259,8 @@ def consolidate(path, filepath):
             "The name of the file must end in `.weights.h5`. Received: "
             f"filepath='{filepath}'"
         )
-    consolidation.consolidate(path, filepath, f"{checkpoint_state.REST}/")
+    beside = f"{checkpoint_state.REST}/", f"{checkpoint_state.ASSETS}/"
+    consolidation.consolidate(path, filepath, beside)
 
 
 def _check_built(model, done):
@@ -230,4 +299,5 @@ def _description_of(model):
         "mesh": mesh and dict(zip(mesh.axis_names, map(int, mesh.shape))),
         "layouts": layouts,
         "random": random_state.noted(model),
+        **checkpoint_models.described(model),
     }

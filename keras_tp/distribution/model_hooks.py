@@ -12,6 +12,7 @@ from keras_tp import backend
 from keras_tp.backend import hooks
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.processes import progress
+from keras_tp.distribution import checkpoint_hooks
 from keras_tp.distribution import derived_variables
 from keras_tp.distribution import model_state
 from keras_tp.distribution import optimizer_slots
@@ -366,4 +367,5 @@ TABLE = [
         _hook_threading,
         "clear_session keeps the distribution",
     ),
+    *checkpoint_hooks.TABLE,
 ]

@@ -161,6 +161,14 @@ def method(name):
         _own.move(place, kind)
 
 
+def methods():
+    """Returns the methods of models that run, the innermost one last.
+
+    Each call of a method has a tuple of its own: `is` tells two calls apart.
+    """
+    return _own.methods
+
+
 def own_state():
     """Returns the `State` of this process."""
     kind = _own.kind

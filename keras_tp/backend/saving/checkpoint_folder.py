@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import time
 
 from keras_tp.backend.saving import atomic_files
@@ -145,6 +146,8 @@ class Save:
         """Removes the files of this process, unless the index lists them."""
         self._open.close()
         name = self._names[self._process]
+        if not self._folder.is_dir():
+            return
         if name in _listed(self._folder):
             return
         for path in (self._folder / name, self._list_of(name)):
@@ -214,6 +217,22 @@ def _publish(folder, rows, described):
             (folder / name).unlink(missing_ok=True)
 
 
+def exists(folder):
+    """Returns whether a folder holds a checkpoint."""
+    return os.path.isfile(os.path.join(folder, INDEX))
+
+
+def remove(folder):
+    """Removes a folder, and its index first.
+
+    So a process that is killed meanwhile leaves no checkpoint that lacks files.
+    """
+    if exists(folder):
+        os.unlink(os.path.join(folder, INDEX))
+        atomic_files.flush(folder)
+        shutil.rmtree(folder)
+
+
 def _listed(folder):
     """Returns the own files that the index lists; none if it is damaged."""
     try:
@@ -254,6 +273,11 @@ class CheckpointFolder:
 
     def _read_index(self):
         index = self.path / INDEX
+        if self.path.is_file():
+            raise FileNotFoundError(
+                f"'{self.path}' is a file. A checkpoint is a folder with a "
+                f"file '{INDEX}', as `save_checkpoint` writes it."
+            )
         if not index.is_file():
             raise FileNotFoundError(
                 f"There is no checkpoint in '{self.path}': it has no file "

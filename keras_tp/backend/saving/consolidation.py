@@ -20,8 +20,8 @@ def consolidate(path, filepath, beside):
     Args:
         path: String or path of the folder.
         filepath: String or path of the file.
-        beside: String. Tensors whose names begin with it are left out, as
-            Keras's files do not have them.
+        beside: Tuple of strings. Tensors whose names begin with one of them
+            are left out, as Keras's files do not have them.
 
     Raises:
         UnreadableFileError: if a file is damaged, with its name.
