@@ -74,8 +74,11 @@ def test_weights(shape, path):
         # As a shell completes the name of a folder.
         other.load_weights(f"{path}{os.sep}")
         assert_equal(model, other)
-        keras.saving.save_weights(other, str(path))
-        keras.saving.load_weights(network(), path)
+    # After the scope.
+    keras.saving.save_weights(model, str(path))
+    other = trained(seed=4) if shape is None else other
+    keras.saving.load_weights(other, path)
+    assert_equal(model, other)
 
 
 @pytest.mark.parametrize("shape", WHERE, ids=["split", "plain"])

@@ -73,6 +73,35 @@ class Noisy(keras.utils.PyDataset):
         return x + np.random.standard_normal(x.shape).astype("float32"), y
 
 
+class Own(keras.utils.PyDataset):
+    """Shuffles after each epoch with a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(1)
+        self.order = np.arange(4 * STEPS)
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, index):
+        rows = self.order[4 * index : 4 * index + 4]
+        x, y = arrays()
+        return x[rows], y[rows]
+
+    def on_epoch_end(self):
+        self.order = self.rng.permutation(self.order)
+
+    def state_dict(self):
+        state = self.rng.bit_generator.state
+        # JSON has no integers of this size in other languages: as text.
+        return {"rng": json.dumps(state), "order": self.order}
+
+    def load_state_dict(self, state):
+        self.rng.bit_generator.state = json.loads(state["rng"])
+        self.order = state["order"]
+
+
 def from_arrays(shuffle=SHUFFLES):
     x, y = arrays()
     return {"x": x, "y": y, "batch_size": 4, "shuffle": shuffle}
@@ -82,6 +111,7 @@ KINDS = {
     "arrays": from_arrays,
     "shuffled_in_batches": lambda: from_arrays(SHUFFLES and "batch"),
     "dataset": lambda: {"x": Noisy(), "shuffle": False},
+    "own_state": lambda: {"x": Own(), "shuffle": False},
 }
 
 
@@ -127,6 +157,29 @@ def compare(path, freq, last, first, kind="arrays", shape=SHAPES[0]):
 def path(tmp_path):
     keras_tp.install()
     return tmp_path / "backup.safetensors"
+
+
+def test_data_with_a_state_of_its_own(path):
+    compare(path, "epoch", last=(2, 1), first=(2, 0), kind="own_state")
+
+
+def test_a_state_that_is_no_json(path):
+    data = Own()
+    data.state_dict = lambda: {"rng": data.rng}
+    with under(SHAPES[0]):
+        model = network()
+        # Without a backup it is not asked for.
+        model.fit(data, shuffle=False, verbose=0)
+        with pytest.raises(TypeError, match="numbers, strings"):
+            model.fit(data, shuffle=False, callbacks=[backup(path)])
+
+
+def test_data_that_has_lost_its_state(path):
+    with under(SHAPES[0]):
+        with pytest.raises(Interrupted):
+            fit([backup(path, 4), Steps((0, 4))], "own_state")
+        with pytest.raises(ValueError, match="load_state_dict"):
+            fit([backup(path, 4), Steps()], "dataset")
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], None], ids=["split", "plain"])

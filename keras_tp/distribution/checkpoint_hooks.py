@@ -142,6 +142,7 @@ class _Backup:
             return original(self)
         lib = backend.load("distribution_lib")
         self._done = self._saved_after = 0
+        resumed_epochs.follow()
         if not lib.from_first_process(
             checkpoint_folder.exists(self.backup_dir)
         ):
@@ -151,12 +152,11 @@ class _Backup:
             # `model.save` wrote it.
             return
         self.model._initial_epoch = reached["epoch"]
-        if reached["done"]:
-            _check_steps(self, reached)
+        position = resumed_epochs.Position(*reached["position"])
+        if position.done:
+            _check_steps(self, position.done, reached["steps"])
             self._last_batch_seen = reached["batch"]
-            resumed_epochs.go_on(
-                self.model, reached["done"], reached["at_start"]
-            )
+        resumed_epochs.go_on(self.model, position)
 
     def _save_model(original, self):
         if not is_folder(self.backup_dir):
@@ -169,9 +169,8 @@ class _Backup:
         reached = {
             "epoch": self._current_epoch,
             "batch": self._last_batch_seen,
-            "done": self._done,
             "steps": steps,
-            "at_start": resumed_epochs.state_at_start(),
+            "position": resumed_epochs.position(self._done),
         }
         checkpoints.write(self.backup_dir, self.model, progress=reached)
 
@@ -205,14 +204,14 @@ class _Backup:
         lib.meet(what)
 
 
-def _check_steps(callback, reached):
+def _check_steps(callback, done, saved):
     steps = callback.params["steps"]
-    if steps != reached["steps"]:
+    if steps != saved:
         raise ValueError(
-            f"The backup in '{callback.backup_dir}' was made after "
-            f"{reached['done']} of {reached['steps']} batches of an epoch. Now "
-            f"an epoch has {steps}. Give `fit` the data and the batch size of "
-            "the interrupted run, or remove the folder to train from the start."
+            f"The backup in '{callback.backup_dir}' was made after {done} of "
+            f"{saved} batches of an epoch. Now an epoch has {steps}. Give "
+            "`fit` the data and the batch size of the interrupted run, or "
+            "remove the folder to train from the start."
         )
 
 
