@@ -72,7 +72,7 @@ def compare(first, others, folder, rate=0, mode="killed", start="1, 2"):
 
 
 def test_on_fewer_devices_of_another_backend(tmp_path):
-    compare("jax 4", ["torch 2"], tmp_path)
+    compare("jax 2 x 2", ["torch 2"], tmp_path)
 
 
 @pytest.mark.slow

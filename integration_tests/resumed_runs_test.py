@@ -107,12 +107,31 @@ def from_arrays(shuffle=SHUFFLES):
     return {"x": x, "y": y, "batch_size": 4, "shuffle": shuffle}
 
 
+def from_a_pipeline():
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.from_tensor_slices(arrays())
+    return {"x": rows.batch(4)}
+
+
+def from_a_loader():
+    import torch
+
+    rows = torch.utils.data.TensorDataset(*map(torch.tensor, arrays()))
+    loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
+    return {"x": loader}
+
+
 KINDS = {
     "arrays": from_arrays,
     "shuffled_in_batches": lambda: from_arrays(SHUFFLES and "batch"),
     "dataset": lambda: {"x": Noisy(), "shuffle": False},
     "own_state": lambda: {"x": Own(), "shuffle": False},
 }
+if BACKEND == "tensorflow":
+    KINDS["pipeline"] = from_a_pipeline
+if BACKEND == "torch":
+    KINDS["loader"] = from_a_loader
 
 
 def fit(callbacks, kind="arrays", seed=None, model=None, epochs=EPOCHS):

@@ -58,6 +58,13 @@ ONE_AXIS = (
 )
 # A child process trains the reference: one model that is right is enough.
 VERIFIED = (r"verification_test\.py::test_a_right_model_passes\[(mlp|lstm)",)
+# JAX runs all; the others one of each kind.
+NAMED = (
+    r"named_checkpoints_test\.py::(?!test_(models\[split|a_model_is_made"
+    r"|model_checkpoint\[models))",
+    r"resumed_runs_test\.py::(?!test_(in_the_middle_of_an_epoch\[arrays"
+    r"|at_the_start_of_an_epoch\[split))",
+)
 # What CI leaves out on a backend that needs too long for all: patterns of test
 # names. At least one instance of each claim stays, or two backends show it.
 SLOW_ON = {
@@ -83,6 +90,7 @@ SLOW_ON = {
     ),
     "torch": (
         *DERIVED,
+        *NAMED,
         # Each of these starts processes of its own.
         r"contamination_test\.py::.*\[(forwards|backwards)\]",
         r"faults_test\.py::test_nothing_is.*\[sgd-1x2\]",
@@ -119,6 +127,7 @@ SLOW_ON = {
         r"train_lm_test\.py::test_losses_are_those_of_one_device",
         # OPT is trained and counted on the others; Llama here.
         r"planned_models_test\.py::test_keras_hub\[opt",
+        *NAMED,
         # No devices are used: the same on each backend.
         r"launch_test\.py::test_(dry_run|bad_arguments)",
         # More than a minute; the mesh of one axis is tried.

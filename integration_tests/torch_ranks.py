@@ -57,6 +57,7 @@ SHARED = [
             "public_api",
             "rematerialization",
             "residence",
+            "resumed_runs",
             "whole_model",
             "gradients",
             "row_parallel",
