@@ -120,6 +120,15 @@ def test_a_model_is_made_under_the_current_distribution(path):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_model_that_was_saved_as_h5_before(path, tmp_path):
+    """Keras then loads another optimizer from `.keras`."""
+    with under(SHAPES[0]):
+        model = trained()
+        model.save(tmp_path / "model.h5")
+        model.save(path)
+        assert_equal(keras.saving.load_model(path), model)
+
+
 class Noting(layers.Layer):
     """A layer with files of its own."""
 

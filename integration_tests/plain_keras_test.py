@@ -58,3 +58,12 @@ def test_numbers_of_each_batch_are_read(logs_read):
     model.compile("sgd", "mse")
     model.fit(X, X, batch_size=4, verbose=0)
     assert sum(logs_read) == 3 + 2
+
+
+def test_h5_takes_the_optimizer_away(tmp_path):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    model.save(tmp_path / "a.h5")
+    model.save(tmp_path / "a.keras")
+    loaded = keras.saving.load_model(tmp_path / "a.keras")
+    assert isinstance(loaded.optimizer, keras.optimizers.RMSprop)

@@ -4,6 +4,7 @@ Assets are files that layers write, such as vocabularies. In a checkpoint each
 file is a tensor of bytes: it is listed, compared and replaced like the others.
 """
 
+import contextlib
 import pathlib
 import tempfile
 
@@ -29,10 +30,26 @@ _BYTES = "uint8"
 def described(model):
     """Returns a dict of the model's config; why, if it cannot be serialized."""
     try:
-        config, _ = saving_lib._serialize_model_as_json(model)
+        with _whole_compile_config(model):
+            config, _ = saving_lib._serialize_model_as_json(model)
     except _NO_CONFIG as e:
         return {"config": None, "no_config": f"{type(e).__name__}: {e}"}
     return {"config": config}
+
+
+@contextlib.contextmanager
+def _whole_compile_config(model):
+    """Puts back the optimizer, which Keras takes out when it saves `.h5`."""
+    optimizer = getattr(model, "optimizer", None)
+    held = getattr(getattr(model, "_compile_config", None), "config", None)
+    if held is None or optimizer is None or "optimizer" in held:
+        yield
+        return
+    held["optimizer"] = optimizer
+    try:
+        yield
+    finally:
+        del held["optimizer"]
 
 
 def model_of(folder, custom_objects, compile, safe_mode):
