@@ -53,8 +53,9 @@ def save_checkpoint(path, model, wait=True):
         model: Built `keras.Model`.
         wait: Boolean. With `False` training goes on while a thread writes the
             files. The values are those of this call: the process copies its
-            part of the variables. An error is printed, and raised by the next
-            call of `save_checkpoint` or `load_checkpoint`. Defaults to `True`.
+            part of the variables. An error of the thread is printed, and raised
+            by the next call of `save_checkpoint` or `load_checkpoint`.
+            Defaults to `True`.
 
     Raises:
         ValueError: if the model is not built.
@@ -91,11 +92,13 @@ def write(path, model, wait=True, progress=None):
         lib.num_processes(),
     )
     described = {**_description_of(model), "progress": progress}
-    if not wait:
-        _write_in_thread(save, pieces, described)
-        return
     with timeouts.longer(), contextlib.ExitStack() as undone:
         undone.callback(save.abandon)
+        all_processes.run(save.begin, _WRITE)
+        if not wait:
+            _write_in_thread(save, pieces, described)
+            undone.pop_all()
+            return
         all_processes.run(lambda: save.write(pieces), _WRITE)
         seconds = timeouts.timeout()
         all_processes.run(lambda: save.publish(described, seconds), _WRITE)

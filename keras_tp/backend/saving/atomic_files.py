@@ -18,6 +18,8 @@ import tempfile
 # Prefix of the temporary folder. Its host and process tell the next save to the
 # same path whether it may remove the folder.
 _FOLDER = ".{name}.{host}-{process}."
+# A quota that is used up is a full disk to its user.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Values of AT_FDCWD and RENAME_EXCHANGE in Linux.
 _HERE, _EXCHANGE = -100, 2
 
@@ -131,8 +133,10 @@ def full_disk_named(path):
         yield
     except (OSError, RuntimeError) as e:
         # HDF5 reports the error number in the message only.
-        text = os.strerror(errno.ENOSPC)
-        if getattr(e, "errno", None) != errno.ENOSPC and text not in str(e):
+        texts = map(os.strerror, _FULL)
+        if getattr(e, "errno", None) not in _FULL and not any(
+            text in str(e) for text in texts
+        ):
             raise
         kept = "The existing file is unchanged. " if path.exists() else ""
         raise OSError(

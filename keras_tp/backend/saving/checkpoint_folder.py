@@ -70,9 +70,9 @@ def file_name(token, process, count):
 class Save:
     """One save of a folder, in one of its processes.
 
-    The processes do not communicate, so that a thread can do it: each one
-    writes a list of its parts beside its file, and process 0 reads them.
-    If a method raises, the files of this process are removed.
+    After `begin` the processes do not communicate, so that a thread can do the
+    rest: each one writes a list of its parts beside its file, and process 0
+    reads them. If a method raises, the files of this process are removed.
 
     Args:
         folder: Path of the folder.
@@ -85,7 +85,37 @@ class Save:
         self._folder, self._process = folder, process
         self._names = [file_name(token, i, count) for i in range(count)]
         self._open = contextlib.ExitStack()
+        self._beside = None
         self._rows = []
+
+    def begin(self):
+        """Marks the folder as in use, and creates it if it does not exist.
+
+        No process may write before process 0 has returned from this: other
+        runs remove files of folders that no mark is in.
+
+        Raises:
+            OSError: if this process cannot write to the folder.
+        """
+        folder = self._folder
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(
+                "A checkpoint is a folder, but there is a file of this name. "
+                f"Received: path='{folder}'"
+            )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # The mark is a folder beside the index. Process 0 keeps it until
+            # the index lists the new files.
+            self._beside = self._open.enter_context(
+                atomic_files.folder_beside(folder / INDEX)
+            )
+        except OSError as e:
+            raise OSError(
+                e.errno,
+                f"A checkpoint cannot be written to '{folder}': {e.strerror}. "
+                "Save to a folder that every process can write to.",
+            ) from e
 
     def write(self, pieces):
         """Writes the file of this process.
@@ -97,32 +127,20 @@ class Save:
             OSError: if the file cannot be written.
         """
         folder, name = self._folder, self._names[self._process]
-        if folder.exists() and not folder.is_dir():
-            raise NotADirectoryError(
-                "A checkpoint is a folder, but there is a file of this name. "
-                f"Received: path='{folder}'"
+        with self._undone_on_error(folder / name):
+            found = tensor_files.write(
+                self._beside / name,
+                [(p.key, p.size, p.dtype, p.read) for p in pieces],
             )
-        with self._removed_on_error():
-            folder.mkdir(parents=True, exist_ok=True)
-            # The folder beside the index tells other runs that the files are
-            # in use. Process 0 keeps it until the index lists them.
-            beside = self._open.enter_context(
-                atomic_files.folder_beside(folder / INDEX)
-            )
-            with atomic_files.full_disk_named(folder / name):
-                found = tensor_files.write(
-                    beside / name,
-                    [(p.key, p.size, p.dtype, p.read) for p in pieces],
-                )
-            os.replace(beside / name, folder / name)
+            os.replace(self._beside / name, folder / name)
             atomic_files.flush(folder)
             self._rows = [
                 [p.name, p.shape, p.dtype, p.key, name, p.box, found[p.key]]
                 for p in pieces
             ]
             if self._process:
-                self._open.close()
                 self._list_of(name).write_text(json.dumps(self._rows))
+                self._open.close()
 
     def publish(self, described, seconds):
         """Makes the files of all processes the current ones, in process 0.
@@ -132,14 +150,16 @@ class Save:
             seconds: Number of seconds to wait for the other processes.
 
         Raises:
-            OSError: if process 0 does not see the file of another process.
+            OSError: if process 0 does not see the file of another process, or
+                cannot write the index.
         """
         if self._process:
             return
-        with self._removed_on_error(), self._open:
+        with self._open, self._undone_on_error(self._folder / INDEX):
             rows, end = self._rows, time.monotonic() + seconds
             for process, name in enumerate(self._names[1:], 1):
                 rows += self._rows_of(process, name, end)
+            self._check_there(self._names)
             _publish(self._folder, rows, described)
 
     def abandon(self):
@@ -151,14 +171,37 @@ class Save:
         if name in _listed(self._folder):
             return
         for path in (self._folder / name, self._list_of(name)):
-            path.unlink(missing_ok=True)
+            # The next save tries again.
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _removed_on_error(self):
+    def _undone_on_error(self, path):
+        """Context that names a file in errors, and removes those written."""
         with contextlib.ExitStack() as undone:
             undone.callback(self.abandon)
-            yield
+            try:
+                with atomic_files.full_disk_named(path):
+                    yield
+            except OSError as e:
+                self._check_there()
+                if e.filename or str(path) in str(e) or e.errno is None:
+                    raise
+                # The system names no file where a write or a flush fails.
+                raise OSError(
+                    e.errno, f"'{path}' cannot be written: {e.strerror}."
+                ) from e
             undone.pop_all()
+
+    def _check_there(self, names=()):
+        """Raises if the marked folder, or a file of it, was taken away."""
+        gone = [name for name in names if not (self._folder / name).is_file()]
+        if gone or not self._beside.is_dir():
+            what = f"The file '{gone[0]}' in" if gone else "The folder"
+            raise FileNotFoundError(
+                f"{what} '{self._folder}' was removed or replaced while a "
+                "checkpoint was written. The checkpoint is not saved."
+            )
 
     def _list_of(self, name):
         return self._folder / f"{name}.json"
@@ -169,6 +212,7 @@ class Save:
             # A part of the list may be there.
             with contextlib.suppress(FileNotFoundError, ValueError):
                 return json.loads(self._list_of(name).read_bytes())
+            self._check_there()
             if time.monotonic() > end:
                 raise FileNotFoundError(
                     f"Process 0 does not see '{self._list_of(name)}', which "
@@ -203,10 +247,11 @@ def _publish(folder, rows, described):
         },
         indent=1,
     )
-    removed = _listed(folder)
-    # Other runs that write to this folder have not listed their files yet.
+    removed, found = _listed(folder), os.listdir(folder)
+    # Other runs that write to this folder have not listed their files yet. They
+    # mark it before they write, so look for files first, then for marks.
     if not atomic_files.are_others_writing(folder / INDEX):
-        removed |= set(filter(_FILES.fullmatch, os.listdir(folder)))
+        removed |= set(filter(_FILES.fullmatch, found))
     with atomic_files.replaced(folder / INDEX) as new:
         pathlib.Path(new).write_text(text)
     used = {file for _, _, _, _, file, *_ in rows}

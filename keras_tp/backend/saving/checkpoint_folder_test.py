@@ -38,10 +38,16 @@ def pieces_of(process, number):
     return pieces
 
 
+def begun(folder, token, process):
+    save = checkpoint_folder.Save(folder, token, process, COUNT)
+    save.begin()
+    return save
+
+
 def write(folder, number, token="01234567"):
     """Writes the parts of all processes, process 0 last."""
     for process in reversed(range(COUNT)):
-        save = checkpoint_folder.Save(folder, token, process, COUNT)
+        save = begun(folder, token, process)
         save.write(pieces_of(process, number))
         save.publish({"number": number}, seconds=5)
 
@@ -322,8 +328,8 @@ def test_a_kill_leaves_the_old_tensors_or_the_new_ones(count, tmp_path):
 
 
 def test_another_run_keeps_its_files(folder):
-    save = checkpoint_folder.Save(folder, "22222222", 1, COUNT)
-    other = checkpoint_folder.Save(folder, "22222222", 0, COUNT)
+    save = begun(folder, "22222222", 1)
+    other = begun(folder, "22222222", 0)
     save.write(pieces_of(1, 2))
     with atomic_files.folder_beside(folder / INDEX) as beside:
         # Stands for process 0 of that run, on another host.
@@ -343,7 +349,7 @@ def test_a_failed_save_leaves_the_old_one(folder, monkeypatch):
         raise OSError(28, os.strerror(28))
 
     before = sorted(os.listdir(folder))
-    save = checkpoint_folder.Save(folder, "44444444", 0, COUNT)
+    save = begun(folder, "44444444", 0)
     monkeypatch.setattr(tensor_files, "write", fails)
     with pytest.raises(OSError, match="No space"):
         save.write(pieces_of(0, 2))
@@ -352,7 +358,7 @@ def test_a_failed_save_leaves_the_old_one(folder, monkeypatch):
 
 
 def test_a_folder_that_is_not_shared_is_named(folder):
-    save = checkpoint_folder.Save(folder, "55555555", 0, COUNT)
+    save = begun(folder, "55555555", 0)
     save.write(pieces_of(0, 2))
     with pytest.raises(FileNotFoundError, match="all machines share"):
         save.publish({}, seconds=0)
