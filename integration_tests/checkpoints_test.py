@@ -285,21 +285,21 @@ def test_training_goes_on_while_a_thread_writes(folder):
         np.testing.assert_array_equal(value, expected)
 
 
-def test_an_error_of_the_thread_is_raised_by_the_next_call(folder, capsys):
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_file_in_place_of_the_folder(wait, folder):
     with under(SHAPES[0]):
         model = network()
         folder.parent.mkdir(exist_ok=True)
         if lib.process_id() == 0:
             folder.write_text("a file")
         lib.meet("A test")
-        distribution.save_checkpoint(folder, model, wait=False)
         with pytest.raises(OSError, match="there is a file of this name"):
-            distribution.save_checkpoint(folder, model)
+            distribution.save_checkpoint(folder, model, wait=wait)
         lib.meet("A test")
         if lib.process_id() == 0:
             folder.unlink()
         lib.meet("A test")
-        distribution.save_checkpoint(folder, model)
+        distribution.save_checkpoint(folder, model, wait=wait)
         distribution.load_checkpoint(folder, model)
 
 

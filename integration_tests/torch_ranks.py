@@ -2,6 +2,8 @@
 
     python -m keras_tp.launch --devices 2 integration_tests/torch_ranks.py
 
+JAX and TensorFlow can, too, with `--processes 2` and the names of tests.
+
 Without arguments all of `SHARED` are run; arguments go to pytest. Process 0
 prints; the others write `rank_<index>.txt` into the folder that
 KERAS_TP_RANK_FOLDER names, and every process writes its failures into
@@ -38,6 +40,7 @@ SHARED = [
             "callbacks",
             "checkpoints",
             "named_checkpoints",
+            "checkpoint_faults",
             "collectives",
             "communication",
             "contamination",
@@ -83,6 +86,13 @@ SHARED = [
 ]
 
 
+def _index():
+    environment = os.environ
+    return (
+        environment.get("RANK") or environment["KERAS_DISTRIBUTION_PROCESS_ID"]
+    )
+
+
 def _folder():
     name = os.environ.get("KERAS_TP_RANK_FOLDER")
     if name is None:
@@ -102,13 +112,13 @@ def tmp_path(request):
 
 def pytest_runtest_logreport(report):
     if report.failed:
-        path = _folder() / f"failed_{os.environ['RANK']}.txt"
+        path = _folder() / f"failed_{_index()}.txt"
         with open(path, "a") as file:
             file.write(f"{report.nodeid}\n{report.longreprtext}\n")
 
 
 def main():
-    index = os.environ["RANK"]
+    index = _index()
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
     if index != "0":

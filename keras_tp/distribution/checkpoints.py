@@ -10,6 +10,7 @@ import functools
 import os
 import pathlib
 import secrets
+import time
 import traceback
 from concurrent import futures
 
@@ -27,6 +28,8 @@ from keras_tp.distribution import checkpoint_state
 from keras_tp.distribution import model_state
 
 _READ, _WRITE = "read a checkpoint", "write a checkpoint"
+# In all 43 seconds, in which processes may find different checkpoints.
+_ATTEMPTS, _PAUSE_S = 30, 0.1
 # The save that was started last, until it is waited for.
 _running = []
 
@@ -224,6 +227,8 @@ def _load(folder, model):
     """Loads a model's state, after all that is read was compared."""
     lib = backend.load("distribution_lib")
 
+    state = []
+
     def check():
         checkpoint_state.check_fits(folder, state)
         for name, value, owner in state:
@@ -240,6 +245,32 @@ def _load(folder, model):
                 lib.assign_parts(value, read_part)
         checkpoint_state.load_owners(folder, state)
         random_state.restore(model, folder.described["random"])
+
+
+def _opened(path):
+    """Returns the `CheckpointFolder`, the same one in all processes.
+
+    A collective.
+    """
+    folder = None
+
+    def read():
+        nonlocal folder
+        folder = checkpoint_folder.CheckpointFolder(path)
+        return folder.sha256
+
+    for attempt in range(_ATTEMPTS):
+        found = _in_all(read, _READ)
+        if len(set(found)) == 1:
+            return folder
+        # Another run saved a newer one between them, or a network file system
+        # shows some of them the older one for a while.
+        time.sleep(_PAUSE_S * attempt)
+    raise OSError(
+        f"The processes find different checkpoints in '{path}'. Load from a "
+        "folder that all of them share. Received: digests that begin with "
+        f"{[digest[:8] for digest in found]}"
+    )
 
 
 def consolidate(path, filepath):

@@ -1,8 +1,41 @@
-"""Boxes of a tensor: what a device holds of it."""
+"""Boxes of a tensor: a tuple with the start and the end in each dim."""
 
 import itertools
+import math
 
 import numpy as np
+
+
+def shared(box, other):
+    """Returns the box that two boxes share, or `None`."""
+    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other))
+    return found if all(start < stop for start, stop in found) else None
+
+
+def overlap(box, others):
+    """Returns whether a box shares elements with one of others."""
+    # The box of a scalar is an empty tuple.
+    return any(shared(box, other) is not None for other in others)
+
+
+def check_tiles(name, shape, boxes):
+    """Checks that boxes cover a shape, each of its elements once."""
+    count = 0
+    for i, box in enumerate(boxes):
+        inside = len(box) == len(shape) and all(
+            0 <= start <= stop <= size
+            for (start, stop), size in zip(box, shape)
+        )
+        if not inside or overlap(box, boxes[:i]):
+            raise ValueError(
+                f"The parts of {name!r} overlap or leave its shape {shape}. "
+                f"Received: {box}"
+            )
+        count += math.prod([b - a for a, b in box])
+    if count != math.prod(shape):
+        raise ValueError(
+            f"The parts of {name!r} hold {count} numbers; its shape is {shape}."
+        )
 
 
 def boxes_of(ranges):

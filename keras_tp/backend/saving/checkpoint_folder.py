@@ -18,6 +18,7 @@ import shutil
 import time
 
 from keras_tp.backend.saving import atomic_files
+from keras_tp.backend.saving import boxes
 from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import tensor_files
 
@@ -27,6 +28,8 @@ _ADDED = "keras_tp"
 _FILE = "model-{token}-{number:05}-of-{count:05}.safetensors"
 _FILES = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors(\.json)?")
 _POLL_S = 0.02
+# A process may have 1024 files open, as a rule.
+_MOST_OPEN = 256
 
 
 class Piece(
@@ -290,12 +293,16 @@ def _listed(folder):
 class CheckpointFolder:
     """The tensors of a checkpoint, to be read part by part.
 
+    Its files are held open, so that they can be read after another run has
+    saved a newer checkpoint to the folder. Of more than 256 files, none is.
+
     Args:
         path: String or path of the folder.
 
     Attributes:
         tensors: Dict from a tensor's name to its shape and its dtype's name.
         described: Dict that the save was given.
+        sha256: String, digest of the index. Other checkpoints have another.
 
     Raises:
         UnreadableFileError: if the index or a file is damaged, or if they do
@@ -304,19 +311,21 @@ class CheckpointFolder:
 
     def __init__(self, path):
         self.path = pathlib.Path(path)
-        try:
-            with digests.reading():
-                added = self._read_index()
-                self.described = added["described"]
-                self.tensors, self._parts, self._files = {}, {}, {}
-                for name, held in added["tensors"].items():
-                    self._add(name, held)
-        except digests.UnreadableFileError as e:
-            raise digests.UnreadableFileError(
-                f"The checkpoint in '{self.path}' is damaged. {e}"
-            ) from e
+        text = None
+        while True:
+            last, text = text, self._index_text()
+            try:
+                with digests.reading():
+                    self._read(text)
+                return
+            except (FileNotFoundError, digests.UnreadableFileError) as e:
+                # If another run has removed a file, there is a newer index.
+                if text == last:
+                    raise digests.UnreadableFileError(
+                        f"The checkpoint in '{self.path}' is damaged. {e}"
+                    ) from e
 
-    def _read_index(self):
+    def _index_text(self):
         index = self.path / INDEX
         if self.path.is_file():
             raise FileNotFoundError(
@@ -328,8 +337,25 @@ class CheckpointFolder:
                 f"There is no checkpoint in '{self.path}': it has no file "
                 f"'{INDEX}'."
             )
+        return index.read_bytes()
+
+    def _read(self, text):
+        added = self._checked_index(text)
+        self.described = added["described"]
+        self.tensors, self._parts, self._files = {}, {}, {}
+        names = {
+            part["file"]
+            for held in added["tensors"].values()
+            for part in held["parts"]
+        }
+        self._are_held = len(names) <= _MOST_OPEN
+        for name, held in added["tensors"].items():
+            self._add(name, held)
+
+    def _checked_index(self, text):
+        index = self.path / INDEX
         try:
-            config = json.loads(index.read_bytes(), object_pairs_hook=_once)
+            config = json.loads(text, object_pairs_hook=_once)
         except (ValueError, RecursionError) as e:
             raise ValueError(f"'{index}' is damaged: {e}") from e
         added = config["metadata"].get(_ADDED)
@@ -343,7 +369,8 @@ class CheckpointFolder:
                 f"'{index}' has the format {added['format']!r}; this version "
                 f"of keras_tp reads {_FORMAT}."
             )
-        if added.pop("sha256") != digests.digest_of_json(added):
+        self.sha256 = added.pop("sha256")
+        if self.sha256 != digests.digest_of_json(added):
             raise ValueError(
                 f"'{index}' is not as it was saved: its SHA-256 differs."
             )
@@ -360,7 +387,7 @@ class CheckpointFolder:
 
     def _add(self, name, held):
         shape, dtype = tuple(held["shape"]), held["dtype"]
-        boxes = []
+        parts = []
         for part in held["parts"]:
             box = tuple((int(start), int(stop)) for start, stop in part["box"])
             size = tuple(stop - start for start, stop in box)
@@ -371,10 +398,10 @@ class CheckpointFolder:
                     f"{part['key']!r} as {dtype} of shape {size}. Received: "
                     f"{found}"
                 )
-            boxes.append((box, part))
-        _check_tiles(name, shape, [box for box, _ in boxes])
+            parts.append((box, part))
+        boxes.check_tiles(name, shape, [box for box, _ in parts])
         self.tensors[name] = shape, dtype
-        self._parts[name] = boxes
+        self._parts[name] = parts
 
     def _file(self, name):
         if name not in self._files:
@@ -383,21 +410,23 @@ class CheckpointFolder:
                     "A file must be in the same folder as the index that lists "
                     f"it. Received: {name!r}"
                 )
-            self._files[name] = tensor_files.TensorFile(self.path / name)
+            self._files[name] = tensor_files.TensorFile(
+                self.path / name, self._are_held
+            )
         return self._files[name]
 
-    def check(self, name, boxes):
+    def check(self, name, wanted):
         """Compares the parts that overlap with some boxes with their digests.
 
         Args:
             name: String, name of the tensor.
-            boxes: List of tuples with the start and the end in each dim.
+            wanted: List of boxes.
 
         Raises:
             UnreadableFileError: if a value differs, with its name and file.
         """
         for box, part in self._parts[name]:
-            if not _overlaps(box, boxes):
+            if not boxes.overlap(box, wanted):
                 continue
             file = self._file(part["file"])
             with digests.reading():
@@ -412,7 +441,7 @@ class CheckpointFolder:
     def copy_to(self, target, name, wanted):
         """Copies a box of a tensor into an array of the box's shape."""
         for box, part in self._parts[name]:
-            shared = _shared(box, wanted)
+            shared = boxes.shared(box, wanted)
             if shared is None:
                 continue
             own = tuple(
@@ -436,34 +465,3 @@ def _once(pairs):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"The index lists {twice!r} twice.")
     return found
-
-
-def _shared(box, other):
-    """Returns the box that two boxes share, or `None`."""
-    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other))
-    return shared if all(start < stop for start, stop in shared) else None
-
-
-def _overlaps(box, others):
-    # The box of a scalar is an empty tuple.
-    return any(_shared(box, other) is not None for other in others)
-
-
-def _check_tiles(name, shape, boxes):
-    """Checks that boxes cover a shape, each of its elements once."""
-    count = 0
-    for i, box in enumerate(boxes):
-        inside = len(box) == len(shape) and all(
-            0 <= start <= stop <= size
-            for (start, stop), size in zip(box, shape)
-        )
-        if not inside or _overlaps(box, boxes[:i]):
-            raise ValueError(
-                f"The parts of {name!r} overlap or leave its shape {shape}. "
-                f"Received: {box}"
-            )
-        count += math.prod([b - a for a, b in box])
-    if count != math.prod(shape):
-        raise ValueError(
-            f"The parts of {name!r} hold {count} numbers; its shape is {shape}."
-        )

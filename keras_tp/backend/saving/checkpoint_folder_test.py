@@ -1,7 +1,10 @@
+import contextlib
 import json
 import os
+import pathlib
 import random
 import signal
+import sys
 import time
 
 import numpy as np
@@ -341,6 +344,77 @@ def test_another_run_keeps_its_files(folder):
         in_use.rmdir()
     other.write(pieces_of(0, 2))
     other.publish({"number": 2}, seconds=5)
+    assert read(folder) == 2
+
+
+def test_another_run_that_begins_while_this_one_looks(folder, monkeypatch):
+    other = [
+        checkpoint_folder.Save(folder, "66666666", i, COUNT)
+        for i in range(COUNT)
+    ]
+    original = atomic_files.are_others_writing
+
+    def begins_after_the_answer(path):
+        answer = original(path)
+        for process, save in enumerate(other):
+            save.begin()
+            save.write(pieces_of(process, 2))
+        return answer
+
+    with monkeypatch.context() as patch:
+        name = "are_others_writing"
+        patch.setattr(atomic_files, name, begins_after_the_answer)
+        write(folder, 3, token="77777777")
+    assert read(folder) == 3
+    other[0].publish({"number": 2}, seconds=5)
+    assert read(folder) == 2
+
+
+def held_open(folder):
+    """Returns the names of files of a folder that this process has open."""
+    found = []
+    for path in pathlib.Path("/proc/self/fd").glob("*"):
+        # The one that lists these is gone.
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(path))
+    return [name for name in found if str(folder) in name]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_is_open_is_read_after_another_save(folder):
+    found = checkpoint_folder.CheckpointFolder(folder)
+    write(folder, 2, token="88888888")
+    for name, shape in SHAPES.items():
+        box = tuple((0, size) for size in shape)
+        found.check(name, [box])
+        value = np.empty(shape, "float32")
+        found.copy_to(value, name, box)
+        np.testing.assert_array_equal(value, value_of(name, 1))
+    assert len(held_open(folder)) == COUNT
+    del found
+    assert not held_open(folder)
+
+
+def test_files_are_not_held_if_they_are_many(folder, monkeypatch):
+    monkeypatch.setattr(checkpoint_folder, "_MOST_OPEN", 1)
+    assert read(folder) == 1
+
+
+def test_an_index_that_changes_while_it_is_read(folder, monkeypatch):
+    original = checkpoint_folder.CheckpointFolder._index_text
+    tokens = iter(["99999999"])
+
+    def text_before_another_save(self):
+        text = original(self)
+        for token in tokens:
+            write(folder, 2, token)
+        return text
+
+    monkeypatch.setattr(
+        checkpoint_folder.CheckpointFolder,
+        "_index_text",
+        text_before_another_save,
+    )
     assert read(folder) == 2
 
 

@@ -18,9 +18,13 @@ class StoredArray(np.memmap):
     """
 
 
-def of_file(path, offset, dtype, shape):
-    """Returns the array at an offset of a file, in bytes."""
-    return StoredArray(path, dtype, "r", offset, tuple(shape))
+def of_file(file, offset, dtype, shape):
+    """Returns the array at an offset of a file, in bytes.
+
+    Args:
+        file: String, path, or a file that is open for reading.
+    """
+    return StoredArray(file, dtype, "r", offset, tuple(shape))
 
 
 def of_dataset(dataset):

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -97,6 +98,8 @@ class TensorFile:
 
     Args:
         path: Path of the file.
+        is_held: Boolean. Whether the file stays open, so that it can be read
+            after its name was removed. Defaults to `False`.
 
     Attributes:
         tensors: Dict from a tensor's name to its shape and its dtype's name.
@@ -106,17 +109,20 @@ class TensorFile:
             overlap, or with sizes that do not fit.
     """
 
-    def __init__(self, path):
-        self._path = path
+    def __init__(self, path, is_held=False):
+        self._path, self._descriptor = path, None
         with digests.reading():
             if os.path.islink(path) or not os.path.isfile(path):
                 raise ValueError(f"There is no file '{path}'.")
+            if is_held:
+                self._descriptor = os.open(path, os.O_RDONLY)
+                weakref.finalize(self, os.close, self._descriptor)
             try:
                 with safetensors.safe_open(path, "numpy"):
                     pass
             except safetensors.SafetensorError as e:
                 raise ValueError(f"'{path}': {e}") from e
-            with open(path, "rb") as file:
+            with self._opened() as file:
                 length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
                 header = json.loads(file.read(length))
             header.pop("__metadata__", None)
@@ -132,12 +138,19 @@ class TensorFile:
                 self.tensors[name] = tuple(held["shape"]), dtype.name
                 self._offsets[name] = held["data_offsets"]
 
+    def _opened(self):
+        if self._descriptor is None:
+            return open(self._path, "rb", buffering=0)
+        file = open(self._descriptor, "rb", buffering=0, closefd=False)
+        file.seek(0)
+        return file
+
     def digest(self, name):
         """Returns the SHA-256 of a tensor's bytes."""
         start, end = self._offsets[name]
         digest, buffer = hashlib.sha256(), bytearray(_BLOCK_BYTES)
         view = memoryview(buffer)
-        with open(self._path, "rb", buffering=0) as file:
+        with self._opened() as file:
             file.seek(self._start + start)
             while start < end:
                 count = file.readinto(view[: min(end - start, _BLOCK_BYTES)])
@@ -153,9 +166,10 @@ class TensorFile:
         if not math.prod(shape):
             return np.empty(shape, numpy_dtype(dtype))
         start = self._start + self._offsets[name][0]
-        return stored_arrays.of_file(
-            self._path, start, numpy_dtype(dtype), shape
-        )
+        with self._opened() as file:
+            return stored_arrays.of_file(
+                file, start, numpy_dtype(dtype), shape
+            )
 
     def copy_to(self, target, name, positions):
         """Copies a part of a tensor into an array.
