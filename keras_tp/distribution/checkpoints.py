@@ -211,23 +211,9 @@ def load_model(path, custom_objects=None, compile=True, safe_mode=True):
     return model
 
 
-def _opened(path, what):
-    """Returns the `CheckpointFolder` of a path. A collective."""
-    found = []
-    backend.load("distribution_lib").meet(what)
-    with timeouts.longer():
-        all_processes.run(
-            lambda: found.append(checkpoint_folder.CheckpointFolder(path)),
-            _READ,
-        )
-    return found[0]
-
-
 def _load(folder, model):
     """Loads a model's state, after all that is read was compared."""
-    lib = backend.load("distribution_lib")
-
-    state = []
+    lib, state = backend.load("distribution_lib"), []
 
     def check():
         checkpoint_state.check_fits(folder, state)
@@ -247,10 +233,14 @@ def _load(folder, model):
         random_state.restore(model, folder.described["random"])
 
 
-def _opened(path):
+def _opened(path, what):
     """Returns the `CheckpointFolder`, the same one in all processes.
 
     A collective.
+
+    Args:
+        path: String or path.
+        what: String, name of the function for users that reads it.
     """
     folder = None
 
@@ -259,13 +249,15 @@ def _opened(path):
         folder = checkpoint_folder.CheckpointFolder(path)
         return folder.sha256
 
-    for attempt in range(_ATTEMPTS):
-        found = _in_all(read, _READ)
-        if len(set(found)) == 1:
-            return folder
-        # Another run saved a newer one between them, or a network file system
-        # shows some of them the older one for a while.
-        time.sleep(_PAUSE_S * attempt)
+    backend.load("distribution_lib").meet(what)
+    with timeouts.longer():
+        for attempt in range(_ATTEMPTS):
+            found = all_processes.run(read, _READ)
+            if len(set(found)) == 1:
+                return folder
+            # Another run saved a newer one in between, or a network file
+            # system shows the older one to some processes for a while.
+            time.sleep(_PAUSE_S * attempt)
     raise OSError(
         f"The processes find different checkpoints in '{path}'. Load from a "
         "folder that all of them share. Received: digests that begin with "

@@ -10,7 +10,6 @@ ones.
 import collections
 import contextlib
 import json
-import math
 import os
 import pathlib
 import re
@@ -19,12 +18,11 @@ import time
 
 from keras_tp.backend.saving import atomic_files
 from keras_tp.backend.saving import boxes
+from keras_tp.backend.saving import checkpoint_index
 from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import tensor_files
 
-INDEX = "model.safetensors.index.json"
-_FORMAT = 1
-_ADDED = "keras_tp"
+INDEX = checkpoint_index.INDEX
 _FILE = "model-{token}-{number:05}-of-{count:05}.safetensors"
 _FILES = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors(\.json)?")
 _POLL_S = 0.02
@@ -234,22 +232,7 @@ def _publish(folder, rows, described):
             {"key": key, "file": file, "box": box, "sha256": digest}
         )
     tensors = dict(sorted(tensors.items()))
-    added = {"format": _FORMAT, "tensors": tensors, "described": described}
-    sizes = [
-        math.prod(held["shape"])
-        * tensor_files.numpy_dtype(held["dtype"]).itemsize
-        for held in tensors.values()
-    ]
-    text = json.dumps(
-        {
-            "metadata": {
-                "total_size": sum(sizes),
-                _ADDED: {**added, "sha256": digests.digest_of_json(added)},
-            },
-            "weight_map": {key: file for _, _, _, key, file, *_ in rows},
-        },
-        indent=1,
-    )
+    text = checkpoint_index.text_for(tensors, described)
     removed, found = _listed(folder), os.listdir(folder)
     # Other runs that write to this folder have not listed their files yet. They
     # mark it before they write, so look for files first, then for marks.
@@ -313,7 +296,7 @@ class CheckpointFolder:
         self.path = pathlib.Path(path)
         text = None
         while True:
-            last, text = text, self._index_text()
+            last, text = text, checkpoint_index.text_of(self.path)
             try:
                 with digests.reading():
                     self._read(text)
@@ -325,22 +308,8 @@ class CheckpointFolder:
                         f"The checkpoint in '{self.path}' is damaged. {e}"
                     ) from e
 
-    def _index_text(self):
-        index = self.path / INDEX
-        if self.path.is_file():
-            raise FileNotFoundError(
-                f"'{self.path}' is a file. A checkpoint is a folder with a "
-                f"file '{INDEX}', as `save_checkpoint` writes it."
-            )
-        if not index.is_file():
-            raise FileNotFoundError(
-                f"There is no checkpoint in '{self.path}': it has no file "
-                f"'{INDEX}'."
-            )
-        return index.read_bytes()
-
     def _read(self, text):
-        added = self._checked_index(text)
+        added, self.sha256 = checkpoint_index.checked(text, self.path)
         self.described = added["described"]
         self.tensors, self._parts, self._files = {}, {}, {}
         names = {
@@ -351,39 +320,6 @@ class CheckpointFolder:
         self._are_held = len(names) <= _MOST_OPEN
         for name, held in added["tensors"].items():
             self._add(name, held)
-
-    def _checked_index(self, text):
-        index = self.path / INDEX
-        try:
-            config = json.loads(text, object_pairs_hook=_once)
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"'{index}' is damaged: {e}") from e
-        added = config["metadata"].get(_ADDED)
-        if added is None:
-            raise ValueError(
-                f"'{index}' was not written by `save_checkpoint`: it has no "
-                f"{_ADDED!r} in its metadata."
-            )
-        if added["format"] != _FORMAT:
-            raise ValueError(
-                f"'{index}' has the format {added['format']!r}; this version "
-                f"of keras_tp reads {_FORMAT}."
-            )
-        self.sha256 = added.pop("sha256")
-        if self.sha256 != digests.digest_of_json(added):
-            raise ValueError(
-                f"'{index}' is not as it was saved: its SHA-256 differs."
-            )
-        listed = {
-            part["key"]: part["file"]
-            for held in added["tensors"].values()
-            for part in held["parts"]
-        }
-        if config["weight_map"] != listed:
-            raise ValueError(
-                f"The `weight_map` of '{index}' is not the one that was saved."
-            )
-        return added
 
     def _add(self, name, held):
         shape, dtype = tuple(held["shape"]), held["dtype"]
@@ -455,13 +391,3 @@ class CheckpointFolder:
             file = self._file(part["file"])
             # The ellipsis makes a view of an array without dims, too.
             file.copy_to(target[(*there, ...)], part["key"], own)
-
-
-def _once(pairs):
-    """Returns a dict of the pairs of a JSON object; refuses a name twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"The index lists {twice!r} twice.")
-    return found

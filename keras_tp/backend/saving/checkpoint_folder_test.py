@@ -13,6 +13,7 @@ import safetensors
 
 from keras_tp.backend.saving import atomic_files
 from keras_tp.backend.saving import checkpoint_folder
+from keras_tp.backend.saving import checkpoint_index
 from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import tensor_files
 
@@ -401,20 +402,16 @@ def test_files_are_not_held_if_they_are_many(folder, monkeypatch):
 
 
 def test_an_index_that_changes_while_it_is_read(folder, monkeypatch):
-    original = checkpoint_folder.CheckpointFolder._index_text
+    original = checkpoint_index.text_of
     tokens = iter(["99999999"])
 
-    def text_before_another_save(self):
-        text = original(self)
+    def text_before_another_save(path):
+        text = original(path)
         for token in tokens:
             write(folder, 2, token)
         return text
 
-    monkeypatch.setattr(
-        checkpoint_folder.CheckpointFolder,
-        "_index_text",
-        text_before_another_save,
-    )
+    monkeypatch.setattr(checkpoint_index, "text_of", text_before_another_save)
     assert read(folder) == 2
 
 

@@ -95,7 +95,15 @@ def table(is_distributed, exporting=contextlib.nullcontext):
         load_weights_from_hdf5_group = _check_group
         load_weights_from_hdf5_group_by_name = _check_group
 
-    return [
+    class Adapters:
+        def save_lora_weights(original, model, filepath):
+            return save(original, _in_place, model, filepath)
+
+        def load_lora_weights(original, model, filepath):
+            with checking(filepath):
+                return original(model, filepath)
+
+    rows = [
         methods_row(owner, methods, why)
         for owner, methods, why in (
             (
@@ -130,6 +138,12 @@ def table(is_distributed, exporting=contextlib.nullcontext):
             ),
         )
     ]
+    adapters = methods_row(
+        "keras_hub.src.models.backbone:Backbone",
+        Adapters,
+        "all processes gather the adapters and one process writes them",
+    )
+    return [*rows, adapters._replace(waits=True)]
 
 
 def _processes():

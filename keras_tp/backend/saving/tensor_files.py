@@ -167,9 +167,7 @@ class TensorFile:
             return np.empty(shape, numpy_dtype(dtype))
         start = self._start + self._offsets[name][0]
         with self._opened() as file:
-            return stored_arrays.of_file(
-                file, start, numpy_dtype(dtype), shape
-            )
+            return stored_arrays.of_file(file, start, numpy_dtype(dtype), shape)
 
     def copy_to(self, target, name, positions):
         """Copies a part of a tensor into an array.
