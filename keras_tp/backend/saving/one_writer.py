@@ -100,7 +100,7 @@ def table(is_distributed, exporting=contextlib.nullcontext):
             return save(original, _in_place, model, filepath)
 
         def load_lora_weights(original, model, filepath):
-            with checking(filepath):
+            with checked_reads.checking(filepath):
                 return original(model, filepath)
 
     rows = [
