@@ -4,6 +4,7 @@ The tests run in one process, and in each of several at once.
 """
 
 import contextlib
+import functools
 import warnings
 
 import keras
@@ -13,11 +14,11 @@ from keras import layers
 
 from integration_tests import harness
 from integration_tests import hub_models
+from integration_tests import slow_tests
 from keras_tp import distribution
 from keras_tp.backend import distribution_lib as lib
 from keras_tp.backend.saving import digests
 
-BACKEND = keras.config.backend()
 WORDS, LENGTH, WIDTH, HEADS, RANK = 24, 6, 16, 4, 2
 
 
@@ -78,7 +79,10 @@ def saved_adapters(shape, tmp_path):
     return path, arrays_of(adapters_of(model))
 
 
-@pytest.mark.parametrize("first", [0, 1])
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("first", [0, SLOW(1)])
 def test_adapters_alone(first, tmp_path):
     """From a mesh to another and to one device; and from one device."""
     pytest.importorskip("keras_hub")
@@ -156,12 +160,18 @@ def state_of(model):
 
 
 @pytest.mark.parametrize(
-    "kind", ["int8", "int4", "int4 in groups", "int8, lora", "lora"]
+    "kind",
+    [
+        *(SLOW("int8"), SLOW("int4"), "int4 in groups"),
+        *("int8, lora", SLOW("lora")),
+    ],
 )
 def test_what_was_quantized(kind, tmp_path):
     """Kernels, scales and slots of each mesh on each, and outputs."""
     x = np.random.default_rng(0).integers(0, WORDS, (4, LENGTH))
-    for index, source in enumerate(shapes()):
+    # CI has time for one of them.
+    sources = shapes() if slow_tests.SLOW else shapes()[:1]
+    for index, source in enumerate(sources):
         folder = tmp_path / str(index)
         with under(source):
             model = made(kind, 1)

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from integration_tests import harness
-from integration_tests import launching
 from keras_tp import distribution
 from keras_tp.backend import distribution_lib as lib
 from keras_tp.backend.saving import atomic_files
@@ -27,8 +26,6 @@ from keras_tp.backend.saving import checkpoint_folder
 from keras_tp.backend.saving import tensor_files
 from keras_tp.distribution import checkpoints
 
-BACKEND = keras.config.backend()
-ROOT = pathlib.Path(__file__).parent.parent
 # The kernels of `network` take 1 MiB, so a second save has no space.
 DISK_KIB = 1536
 LIMIT_BYTES = 2**17
@@ -354,52 +351,3 @@ def test_processes_that_find_different_checkpoints(folder, monkeypatch):
     looks = 99
     with pytest.raises(OSError, match="different checkpoints"):
         value_in(folder)
-
-
-@pytest.mark.slow
-def test_two_runs_of_two_processes_save_and_load(tmp_path):
-    """Each load finds all values of one save, of whichever run."""
-    if "RANK" in os.environ or "KERAS_DISTRIBUTION_PROCESS_ID" in os.environ:
-        pytest.skip("launches processes of its own")
-    runs = [
-        launch(
-            "integration_tests/checkpoint_runs.py",
-            *(tmp_path / "saved", first, 100),
-        )
-        for first in (1000, 2000)
-    ]
-    for process in runs:
-        output, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, output[-4000:]
-        assert "saved all" in output
-    assert len(os.listdir(tmp_path / "saved")) <= 1 + 2 + 2
-
-
-def launch(*arguments, **variables):
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "keras_tp.launch"),
-            *("--devices", "2", "--processes", "2", *map(str, arguments)),
-        ],
-        cwd=ROOT,
-        env=launching.environment(OMP_NUM_THREADS="1", **variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-@pytest.mark.skipif(
-    BACKEND == "torch" or "KERAS_DISTRIBUTION_PROCESS_ID" in os.environ,
-    reason="torch_processes_test.py runs this file in several processes",
-)
-def test_all_of_these_in_two_processes(tmp_path):
-    process = launch(
-        *("integration_tests/torch_ranks.py", "-q", "-x", "--tb=short"),
-        *("--deselect", f"{__file__}::test_all_of_these_in_two_processes"),
-        "integration_tests/checkpoint_faults_test.py",
-        KERAS_TP_RANK_FOLDER=str(tmp_path),
-    )
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output[-4000:]
-    assert (tmp_path / "rank_1.txt").exists()

@@ -6,6 +6,7 @@ import pytest
 
 from integration_tests import harness
 from keras_tp import distribution
+from keras_tp.backend import distribution_lib as lib
 
 pytest.importorskip(
     "orbax.checkpoint", reason="orbax-checkpoint is not installed"
@@ -59,6 +60,8 @@ def assert_same(actual, expected):
 
 def scope():
     count = distribution.get_device_count()
+    if lib.num_processes() > 1:
+        return harness.model_parallel(LAYOUTS, (1, count), strict=False).scope()
     shape = harness.fitted((1, 2) if count > 1 else (1, 1))
     return harness.model_parallel(LAYOUTS, shape, strict=False).scope()
 
@@ -73,6 +76,32 @@ def test_a_model_that_is_loaded(kind, background, tmp_path):
         fit(model, tmp_path, save_on_background=background)
         loaded = keras.saving.load_model(str(tmp_path))
     assert_same(state_of(loaded), state_of(model))
+
+
+@pytest.mark.filterwarnings("ignore:No pattern of the LayoutMap")
+def test_another_mesh(tmp_path):
+    """From a split model to one that is split in another way, and back."""
+    count = distribution.get_device_count()
+    if count == 1:
+        pytest.skip("one device has one mesh")
+    # A run of several processes has as many devices as its mesh.
+    size = count if lib.num_processes() > 1 else 4
+    shapes = [(1, size), (size, 1), (1, size)]
+    with harness.model_parallel(LAYOUTS, shapes[0], strict=False).scope():
+        model = network("functional")
+        fit(model, tmp_path / "0", save_on_background=False)
+        expected = state_of(model)
+    for index, shape in enumerate(shapes[1:]):
+        layouts = {"(.*/)?up/bias": ("model",)} if index else LAYOUTS
+        with harness.model_parallel(layouts, shape, strict=False).scope():
+            model = keras.saving.load_model(str(tmp_path / str(index)))
+            assert_same(state_of(model), expected)
+            callback = keras.callbacks.OrbaxCheckpoint(
+                str(tmp_path / str(index + 1)), save_on_background=False
+            )
+            callback.set_model(model)
+            callback._save_checkpoint(step=0)
+            callback.wait_until_finished()
 
 
 class Grown(keras.layers.Dense):

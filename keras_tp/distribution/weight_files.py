@@ -14,6 +14,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import StatelessScope
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.distribution.distribution_lib import distribution
+from keras.src.distribution.distribution_lib import set_distribution
 
 from keras_tp.backend import current
 from keras_tp.backend import hooks
@@ -191,18 +192,22 @@ def _tell(problems, is_strict, consequence):
 
 @hooks.around
 def outside_of_the_pass(original, obj_type):
-    """Wraps `saving_lib.get_attr_skipset` to leave the pass meanwhile.
+    """Wraps `saving_lib.get_attr_skipset` to make its sample objects apart.
 
-    It makes sample objects, whose variables must not be made in the pass.
+    Their variables must not be made in the pass. Nor may they be made on the
+    mesh: every process would have to make them, and one may save for all.
     """
-    scope = get_stateless_scope()
-    if not isinstance(scope, _DryRun):
-        return original(obj_type)
-    global_state.set_global_attribute("stateless_scope", None)
+    scope, parallel = get_stateless_scope(), distribution()
+    is_pass = isinstance(scope, _DryRun)
+    if is_pass:
+        global_state.set_global_attribute("stateless_scope", None)
+    set_distribution(None)
     try:
         return original(obj_type)
     finally:
-        global_state.set_global_attribute("stateless_scope", scope)
+        set_distribution(parallel)
+        if is_pass:
+            global_state.set_global_attribute("stateless_scope", scope)
 
 
 @hooks.around
