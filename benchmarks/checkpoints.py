@@ -11,9 +11,24 @@ in turns. Printed for each, of the process with the largest figure:
 
     python benchmarks/checkpoints.py --backend torch --devices 4
     python benchmarks/checkpoints.py --backend jax --devices 4 --processes 4
+
+With `--compare`, Keras's `OrbaxCheckpoint` takes turns with them, and the times
+of the parts of `save_checkpoint` and `load_checkpoint` are printed:
+
+    values    from the devices into the host's memory
+    SHA-256   of all that is written or read
+    write     into files, that is the cache of the system
+    flush     to the disk
+    read      from files, for the digests
+    copy      from mapped files
+    place     on the devices
+    rest      the index, waiting for other processes, and what is not above
 """
 
 import argparse
+import collections
+import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -21,6 +36,7 @@ import shutil
 import statistics
 import tempfile
 import time
+import types
 
 import relaunch
 
@@ -35,6 +51,7 @@ add("--processes", type=int, help="all of one device by default")
 add("--layers", type=int, default=64, help="kernels of 32 MiB")
 add("--rounds", type=int, default=3)
 add("--folder", help="where to write; removed afterwards")
+add("--compare", action="store_true", help="Orbax, too, and times of parts")
 relaunch.add_argument(parser)
 OPTIONS = parser.parse_args()
 OPTIONS.processes = OPTIONS.processes or OPTIONS.devices
@@ -49,6 +66,25 @@ import keras
 import keras_tp
 from keras_tp.backend import distribution_lib as lib
 from keras_tp.backend import load
+from keras_tp.backend.saving import tensor_files
+
+SAVED, LOADED = "save_checkpoint", "load_checkpoint"
+# Parts of each, as the seconds of some functions less those of others in them.
+PARTS = {
+    SAVED: {
+        "values": ("values",),
+        "SHA-256": ("sha",),
+        "write": ("file", "values", "sha", "file flush"),
+        "flush": ("flush",),
+    },
+    LOADED: {
+        "SHA-256": ("sha",),
+        "read": ("digest", "sha"),
+        "copy": ("copy",),
+        "place": ("assign", "copy"),
+    },
+}
+_spent = collections.Counter()
 
 
 def build():
@@ -85,8 +121,82 @@ def read_mib():
     return int(text.split("rchar:")[1].split()[0]) / 2**20
 
 
+def timed(name, function):
+    """Returns a function whose seconds are added to those of a name."""
+
+    @functools.wraps(function)
+    def replacement(*args, **kwargs):
+        start = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _spent[name] += time.perf_counter() - start
+
+    return replacement
+
+
+class TimedHash:
+    """A SHA-256 that notes its seconds."""
+
+    def __init__(self, data=b""):
+        self._digest = hashlib.sha256()
+        self.update(data)
+
+    def update(self, data):
+        timed("sha", self._digest.update)(data)
+
+    def hexdigest(self):
+        return self._digest.hexdigest()
+
+
+def time_parts():
+    """Replaces functions of checkpoints by those that note their seconds."""
+    write = tensor_files.write
+
+    def write_timed(path, entries):
+        entries = [(*rest, timed("values", read)) for *rest, read in entries]
+        before = _spent["flush"]
+        found = timed("file", write)(path, entries)
+        _spent["file flush"] += _spent["flush"] - before
+        return found
+
+    tensor_files.write = write_timed
+    tensor_files.hashlib = types.SimpleNamespace(sha256=TimedHash)
+    os.fsync = timed("flush", os.fsync)
+    file = tensor_files.TensorFile
+    file.digest = timed("digest", file.digest)
+    file.copy_to = timed("copy", file.copy_to)
+    module = load("distribution_lib")
+    module.assign_parts = timed("assign", module.assign_parts)
+
+
+def parts_of(name):
+    """Returns the seconds of the parts of what ran last."""
+    found = {}
+    for part, (whole, *less) in PARTS.get(name, {}).items():
+        found[part] = _spent[whole] - sum(_spent[other] for other in less)
+    return found
+
+
+def orbax(folder, model):
+    """Returns functions that save and load a model with Orbax."""
+    callback = keras.callbacks.OrbaxCheckpoint(folder, save_on_background=False)
+    callback.set_model(model)
+    steps = iter(range(10**6))
+
+    def save():
+        callback._save_checkpoint(next(steps))
+        callback.wait_until_finished()
+
+    return {
+        "OrbaxCheckpoint": save,
+        "load_weights of Orbax": lambda: model.load_weights(folder),
+    }
+
+
 def measured(function):
     """Runs a function in all processes; returns the largest of its figures."""
+    _spent.clear()
     lib.meet("A measurement")
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     before, read, start = memory("VmRSS"), read_mib(), time.perf_counter()
@@ -128,10 +238,15 @@ def main():
             "save_weights": lambda: model.save_weights(whole),
             "load_weights": lambda: model.load_weights(whole),
         }
-        found = {name: [] for name in steps}
+        if OPTIONS.compare:
+            steps |= orbax(f"{folder}/orbax", model)
+            time_parts()
+        found, parts = {name: [] for name in steps}, {SAVED: [], LOADED: []}
         for _ in range(OPTIONS.rounds):
             for name, step in steps.items():
                 found[name].append(measured(step))
+                if name in parts:
+                    parts[name].append(parts_of(name))
     if lib.process_id() == 0:
         shutil.rmtree(folder)
         share = OPTIONS.layers * KERNEL_MIB / OPTIONS.processes
@@ -146,6 +261,15 @@ def main():
                 f"{name}: peak +{max(peaks):.0f} MiB, read "
                 f"{max(reads):.0f} MiB, {statistics.median(times):.2f} s"
             )
+        for name, rows in parts.items() if OPTIONS.compare else ():
+            medians = {
+                part: statistics.median(row[part] for row in rows)
+                for part in PARTS[name]
+            }
+            total = statistics.median(row[-1] for row in found[name])
+            medians["rest"] = total - sum(medians.values())
+            text = ", ".join(f"{k} {v:.2f}" for k, v in medians.items())
+            print(f"{name} in process 0: {text} s")
         print(json.dumps(found))
 
 

@@ -21,6 +21,9 @@ FAMILIES = [
     *("llama", "vit", "bert", "gpt2", "gemma", "mixtral", "t5", "whisper"),
     *("clip", "phi3", "DINOV2", "resnet"),
 ]
+# These layers compute a variable from the one that they load, with rounding, as
+# they do when plain Keras loads them.
+COMPUTED = {"DINOV2": "embeddings/interpolated_position_embeddings"}
 
 
 def names():
@@ -86,4 +89,7 @@ def test_family(name, tmp_path):
             distribution.load_checkpoint(tmp_path, model)
         found = state_of(model)
         for (path, value), other in zip(found.items(), expected, strict=True):
+            if path == COMPUTED.get(name):
+                np.testing.assert_allclose(value, other, atol=1e-3)
+                continue
             np.testing.assert_array_equal(value, other, err_msg=path)
