@@ -1,5 +1,7 @@
 """Weights files of which each process reads the parts that it holds."""
 
+import shutil
+
 import h5py
 import keras
 import numpy as np
@@ -167,6 +169,39 @@ def test_a_file_of_another_size_is_refused_by_name(tmp_path, copied):
         model = keras.Sequential([keras.Input((4,)), layers.Dense(4)])
         with pytest.raises(ValueError, match="m.weights.h5.*is unchanged"):
             model.load_weights(tmp_path / "m.weights.h5")
+
+
+def test_damage_of_one_copy_is_found(tmp_path, copied):
+    """Each process may have the file on its own machine."""
+    own = tmp_path / f"copy {lib.process_id()}"
+    own.mkdir()
+    with under():
+        model = build()
+        model.save_weights(tmp_path / "m.weights.h5")
+        before = values_of(model)
+    path = own / "m.weights.h5"
+    shutil.copy(tmp_path / "m.weights.h5", path)
+    with under():
+        model.load_weights(path)
+    if lib.process_id() == lib.num_processes() - 1:
+        damage([path], "down")
+    with under(), pytest.raises(ValueError, match="m.weights.h5"):
+        model.load_weights(path)
+    for new, value in zip(values_of(model), before, strict=True):
+        np.testing.assert_array_equal(new, value)
+
+
+def test_processes_with_other_files_are_refused(tmp_path, copied):
+    if lib.num_processes() == 1:
+        pytest.skip("one process has one file")
+    own = tmp_path / f"copy {lib.process_id()}"
+    own.mkdir()
+    keras.utils.set_random_seed(lib.process_id())
+    plain = build()
+    plain.save_weights(own / "m.weights.h5")
+    keras.utils.set_random_seed(1)
+    with under(), pytest.raises(ValueError, match="Process 1 has another file"):
+        build().load_weights(own / "m.weights.h5")
 
 
 class Scaled(layers.Layer):

@@ -217,6 +217,9 @@ def _load(folder, model):
 
     def check():
         checkpoint_state.check_fits(folder, state)
+        if share[1] > 1:
+            folder.check_share([name for name, *_ in state], share)
+            return
         for name, value, owner in state:
             boxes = checkpoint_state.held_boxes(lib, value, whole=owner)
             folder.check(name, boxes)
@@ -224,6 +227,7 @@ def _load(folder, model):
     with timeouts.longer():
         checkpoint_state.build_optimizer(model, folder)
         state = checkpoint_state.state_of(model, folder)
+        share = all_processes.share_of(folder.index)
         all_processes.run(check, _READ)
         for name, value, owner in state:
             if owner is None:

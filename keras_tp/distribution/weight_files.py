@@ -16,7 +16,6 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.distribution.distribution_lib import distribution
 from keras.src.distribution.distribution_lib import set_distribution
 
-from keras_tp.backend import current
 from keras_tp.backend import hooks
 from keras_tp.backend.processes import timeouts
 from keras_tp.backend.saving import all_processes
@@ -117,15 +116,14 @@ def check_before_loading(original, /, model, filepath, *args, **kwargs):
     """
     if all(variable._layout is None for variable in model.variables):
         return original(model, filepath, *args, **kwargs)
-    lib = current.load("distribution_lib")
-    share = lib.process_id(), lib.num_processes()
+    share = all_processes.share_of(filepath)
 
     def checked():
         with checked_reads.checking(filepath, share=share) as reading:
             with _DryRun(reading) as run:
                 original(model, filepath, *args, **kwargs)
         identity = None
-        if share[1] > 1 and os.path.exists(filepath):
+        if share[1] == 1 and os.path.exists(filepath):
             identity = digests.identity(filepath)
         return identity, run.converted, run.with_nan
 

@@ -1,5 +1,7 @@
 """Runs a function that reads or writes files in every process."""
 
+import os
+
 from keras_tp.backend import current
 from keras_tp.backend.saving import digests
 
@@ -30,3 +32,33 @@ def run(function, what):
         if message:
             raise OSError(f"Process {index} could not {what}: {message}")
     return [result for _, result in answers]
+
+
+def share_of(path):
+    """Returns which part of a file's values this process compares.
+
+    A collective. If all processes read one file, they divide the work. A
+    process that has a copy of its own, on another machine, compares all that it
+    reads.
+
+    Returns:
+        Pair: the index of this process, and the number of processes that divide
+        the values among them.
+    """
+    lib = current.load("distribution_lib")
+    index, count = lib.process_id(), lib.num_processes()
+    if count == 1:
+        return 0, 1
+    processes = current.load("processes")
+    found = processes.gather(_identity_of(path), "To find out who reads a file")
+    is_one = found[0] is not None and found.count(found[0]) == count
+    return (index, count) if is_one else (0, 1)
+
+
+def _identity_of(path):
+    """Returns what a file, also of a network file system, has for itself."""
+    try:
+        held = os.stat(path)
+    except OSError:
+        return None
+    return f"{held.st_ino} {held.st_size} {held.st_mtime_ns}"

@@ -10,6 +10,7 @@ ones.
 import collections
 import contextlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -362,17 +363,49 @@ class CheckpointFolder:
             UnreadableFileError: if a value differs, with its name and file.
         """
         for box, part in self._parts[name]:
-            if not boxes.overlap(box, wanted):
-                continue
-            file = self._file(part["file"])
-            with digests.reading():
-                digest = file.digest(part["key"])
-            if digest != part["sha256"]:
-                raise digests.UnreadableFileError(
-                    f"The value of {part['key']!r} in "
-                    f"'{self.path / part['file']}' is not the one that was "
-                    "saved: its SHA-256 differs."
-                )
+            if boxes.overlap(box, wanted):
+                self._check_part(part)
+
+    def check_share(self, names, share):
+        """Compares this process's share of some tensors with their digests.
+
+        A process compares the file of its own index, if there are as many files
+        as processes. Otherwise all of them compare about as many bytes.
+
+        Args:
+            names: List of names of tensors.
+            share: Pair: the index of this process, and the number of processes
+                that divide the parts among them.
+
+        Raises:
+            UnreadableFileError: as `check`.
+        """
+        index, count = share
+        files, taken = sorted(self._files), [0] * count
+        for name in names:
+            for box, part in self._parts[name]:
+                taker = taken.index(min(taken))
+                if len(files) == count:
+                    taker = files.index(part["file"])
+                taken[taker] += math.prod([b - a for a, b in box])
+                if taker == index:
+                    self._check_part(part)
+
+    def _check_part(self, part):
+        file = self._file(part["file"])
+        with digests.reading():
+            digest = file.digest(part["key"])
+        if digest != part["sha256"]:
+            raise digests.UnreadableFileError(
+                f"The value of {part['key']!r} in "
+                f"'{self.path / part['file']}' is not the one that was saved: "
+                "its SHA-256 differs."
+            )
+
+    @property
+    def index(self):
+        """Path of the file that lists the others."""
+        return self.path / INDEX
 
     def copy_to(self, target, name, wanted):
         """Copies a box of a tensor into an array of the box's shape."""

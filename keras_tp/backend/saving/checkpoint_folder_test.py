@@ -87,6 +87,43 @@ def test_any_box_is_read(folder):
     np.testing.assert_array_equal(value, value_of("a", 1)[1:3, 1:5])
 
 
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_processes_divide_the_comparison(count, folder, monkeypatch):
+    compared, original = [], tensor_files.TensorFile.digest
+
+    def noted(self, key):
+        compared.append((self._path.name, key))
+        return original(self, key)
+
+    monkeypatch.setattr(tensor_files.TensorFile, "digest", noted)
+    found, shares = checkpoint_folder.CheckpointFolder(folder), []
+    for index in range(count):
+        compared.clear()
+        found.check_share(list(SHAPES), (index, count))
+        shares.append([*compared])
+    together = sorted(part for share in shares for part in share)
+    index = json.loads((folder / INDEX).read_text())["weight_map"]
+    assert together == sorted((file, key) for key, file in index.items())
+    if count == COUNT:
+        # Each has read its own file anyway.
+        for share, file in zip(shares, files(folder)):
+            assert {name for name, _ in share} == {file}
+
+
+def test_one_process_finds_the_damage_of_all(folder):
+    (path, *_) = folder.glob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    found, refused = checkpoint_folder.CheckpointFolder(folder), []
+    for index in range(3):
+        try:
+            found.check_share(list(SHAPES), (index, 3))
+        except digests.UnreadableFileError as e:
+            refused.append(str(e))
+    assert len(refused) == 1 and path.name in refused[0]
+
+
 @pytest.mark.parametrize("dtype", tensor_files._NAMES)
 def test_the_library_reads_what_was_written(dtype, tmp_path):
     value = np.array([[0, 1, 1], [1, 0, 1]])
