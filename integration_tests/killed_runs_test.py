@@ -22,6 +22,7 @@ RUNS = {
     "tensorflow 4": ("tensorflow", 4, 1),
     "tensorflow 2": ("tensorflow", 2, 1),
     "tensorflow 8": ("tensorflow", 8, 1),
+    "tensorflow 2 x 2": ("tensorflow", 4, 2),
     "torch 4": ("torch", 4, 4),
     "torch 2": ("torch", 2, 2),
     "torch 1": ("torch", 1, 1),
@@ -94,7 +95,9 @@ def test_with_dropout_and_shuffling_on_other_devices(first, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["jax 4", "jax 2 x 2", "torch 2"])
+@pytest.mark.parametrize(
+    "first", ["jax 4", "jax 2 x 2", "tensorflow 2 x 2", "torch 2"]
+)
 def test_a_kill_in_a_save(first, tmp_path):
     # The first backup holds two batches.
     compare(first, [first], tmp_path, 0, "killed_in_a_save", "0, 2")
