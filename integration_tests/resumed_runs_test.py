@@ -219,11 +219,12 @@ def test_the_last_batch_of_an_epoch(path):
 def test_a_run_that_is_interrupted_twice(path):
     with under(SHAPES[0]):
         expected, _ = fit([backup(path, 2), Steps()])
-        for last, seed in [((1, 2), None), ((2, 2), 4)]:
+        # In the epoch that the second run began with, too.
+        for last, seed in [((1, 2), None), ((1, 4), 4)]:
             with pytest.raises(Interrupted):
                 fit([backup(path, 2), Steps(last)], seed=seed)
         found, _ = fit([backup(path, 2), Steps()], seed=5)
-    assert min(found.losses) == (2, 2)
+    assert min(found.losses) == (1, 4)
     assert found.losses == {s: expected.losses[s] for s in found.losses}
 
 
