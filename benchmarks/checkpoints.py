@@ -88,24 +88,29 @@ _spent = collections.Counter()
 
 
 def build():
-    """Returns a model of equal kernels, without values drawn at random."""
+    """Returns a model of kernels of one size."""
+    # Orbax compresses, so it is given values that are drawn at random.
+    drawn = "random_uniform" if OPTIONS.compare else "ones"
     inputs = keras.Input((WIDTH,))
     x = inputs
     for index in range(OPTIONS.layers // 2):
         up = keras.layers.Dense(
             KERNEL_MIB * 2**18 // WIDTH,
             use_bias=False,
-            kernel_initializer="ones",
+            kernel_initializer=drawn,
             name=f"up_{index}",
         )
         down = keras.layers.Dense(
             WIDTH,
             use_bias=False,
-            kernel_initializer="ones",
+            kernel_initializer=drawn,
             name=f"down_{index}",
         )
         x = down(up(x))
-    return keras.Model(inputs, x)
+    model = keras.Model(inputs, x)
+    # `OrbaxCheckpoint` wants an optimizer. This one has no slots.
+    model.compile("sgd", "mse")
+    return model
 
 
 def memory(key):
