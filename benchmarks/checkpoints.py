@@ -12,6 +12,9 @@ in turns. Printed for each, of the process with the largest figure:
     python benchmarks/checkpoints.py --backend torch --devices 4
     python benchmarks/checkpoints.py --backend jax --devices 4 --processes 4
 
+With `--preset`, KerasHub reads the kernels from the safetensors of Hugging
+Face, where each is transposed.
+
 With `--compare`, Keras's `OrbaxCheckpoint` takes turns with them, and the times
 of the parts of `save_checkpoint` and `load_checkpoint` are printed:
 
@@ -51,6 +54,7 @@ add("--processes", type=int, help="all of one device by default")
 add("--layers", type=int, default=64, help="kernels of 32 MiB")
 add("--rounds", type=int, default=3)
 add("--folder", help="where to write; removed afterwards")
+add("--preset", action="store_true", help="safetensors of Hugging Face, too")
 add("--compare", action="store_true", help="Orbax, too, and times of parts")
 relaunch.add_argument(parser)
 OPTIONS = parser.parse_args()
@@ -62,11 +66,15 @@ os.environ["OMP_NUM_THREADS"] = "1"
 relaunch.in_processes(OPTIONS)
 
 import keras
+import numpy as np
 
 import keras_tp
 from keras_tp.backend import distribution_lib as lib
 from keras_tp.backend import load
 from keras_tp.backend.saving import tensor_files
+
+if OPTIONS.preset:
+    from keras_hub.src.utils.transformers import safetensor_utils
 
 SAVED, LOADED = "save_checkpoint", "load_checkpoint"
 # Parts of each, as the seconds of some functions less those of others in them.
@@ -199,6 +207,36 @@ def orbax(folder, model):
     }
 
 
+def hugging_face(folder, model):
+    """Writes a preset of Hugging Face; returns a function that loads it."""
+    if lib.process_id() == 0:
+        os.makedirs(folder)
+        tensor_files.write(
+            f"{folder}/model.safetensors",
+            [
+                (
+                    f"{layer.name}.weight",
+                    layer.kernel.shape[::-1],
+                    "float32",
+                    lambda layer=layer: np.ones(layer.kernel.shape[::-1], "f"),
+                )
+                for layer in model.layers[1:]
+            ],
+        )
+    lib.meet("The preset")
+
+    def read():
+        with safetensor_utils.SafetensorLoader(folder) as loader:
+            for layer in model.layers[1:]:
+                loader.port_weight(
+                    keras_variable=layer.kernel,
+                    hf_weight_key=f"{layer.name}.weight",
+                    hook_fn=lambda value, shape: np.transpose(value),
+                )
+
+    return {"preset of Hugging Face": read}
+
+
 def measured(function):
     """Runs a function in all processes; returns the largest of its figures."""
     _spent.clear()
@@ -243,6 +281,8 @@ def main():
             "save_weights": lambda: model.save_weights(whole),
             "load_weights": lambda: model.load_weights(whole),
         }
+        if OPTIONS.preset:
+            steps |= hugging_face(f"{folder}/preset", model)
         if OPTIONS.compare:
             steps |= orbax(f"{folder}/orbax", model)
             time_parts()
