@@ -24,6 +24,7 @@ import keras_tp
 from integration_tests import slow_tests
 from integration_tests.slow_tests import pytest_collection_modifyitems
 from integration_tests.slow_tests import pytest_configure
+from keras_tp.backend.saving import stored_arrays
 
 slow_tests.optimize_less()
 
@@ -61,4 +62,21 @@ def logs_read(monkeypatch):
         return original(logs)
 
     monkeypatch.setattr(python_utils, "pythonify_logs", pythonify_logs)
+    return found
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """Bytes of the parts that are read of arrays in files, as a list.
+
+    Small arrays stay in their files, too.
+    """
+    monkeypatch.setattr(stored_arrays, "_LARGE_BYTES", 0)
+    found, original = [], stored_arrays.copy_to
+
+    def noted(target, *args):
+        found.append(target.nbytes)
+        original(target, *args)
+
+    monkeypatch.setattr(stored_arrays, "copy_to", noted)
     return found

@@ -7,7 +7,6 @@ import pytest
 from integration_tests import harness
 from keras_tp import distribution
 from keras_tp.backend import distribution_lib as lib
-from keras_tp.backend.saving import stored_arrays
 
 keras_hub = pytest.importorskip("keras_hub")
 
@@ -36,20 +35,6 @@ BUILDERS = {
         max_sequence_length=8,
     ),
 }
-
-
-@pytest.fixture
-def copied(monkeypatch):
-    """Bytes of the parts that were read of stored arrays, as a list."""
-    monkeypatch.setattr(stored_arrays, "_LARGE_BYTES", 0)
-    found, original = [], stored_arrays.copy_to
-
-    def noted(target, *args):
-        found.append(target.nbytes)
-        original(target, *args)
-
-    monkeypatch.setattr(stored_arrays, "copy_to", noted)
-    return found
 
 
 def save(backbone, folder, form):

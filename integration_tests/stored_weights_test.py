@@ -11,21 +11,6 @@ from keras import layers
 from integration_tests import harness
 from keras_tp import distribution
 from keras_tp.backend import distribution_lib as lib
-from keras_tp.backend.saving import stored_arrays
-
-
-@pytest.fixture
-def copied(monkeypatch):
-    """Bytes of the parts that were read of stored arrays, as a list."""
-    monkeypatch.setattr(stored_arrays, "_LARGE_BYTES", 0)
-    found, original = [], stored_arrays.copy_to
-
-    def noted(target, *args):
-        found.append(target.nbytes)
-        original(target, *args)
-
-    monkeypatch.setattr(stored_arrays, "copy_to", noted)
-    return found
 
 
 def build(dtype=None):
