@@ -447,6 +447,31 @@ def test_metrics():
     compare(work)
 
 
+@pytest.mark.parametrize("first", ["fit", "evaluate", "count_collectives"])
+def test_metrics_that_were_made_before_the_distribution(first):
+    x, y = samples()
+
+    def trained(metric):
+        keras.utils.set_random_seed(1)
+        # An optimizer with slots would make variables when it is built.
+        model = network(optimizer="sgd", metrics=[metric])
+        if first == "evaluate":
+            model.evaluate(x, y, batch_size=BATCH, verbose=0)
+        if first == "count_collectives" and distribution.distribution():
+            distribution.count_collectives(model, x[:BATCH], y[:BATCH])
+        return fit(model)
+
+    def metric():
+        return keras.metrics.SparseTopKCategoricalAccuracy(2, name="top")
+
+    expected, made = trained(metric()), metric()
+    with harness.model_parallel(LAYOUTS, harness.fitted((2, 2))).scope():
+        found = trained(made)
+    assert found.keys() == expected.keys() == {"loss", "top"}
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5)
+
+
 def gathers(model):
     x, y = samples(BATCH)
     return distribution.count_collectives(model, x, y)["all_gather"][0]

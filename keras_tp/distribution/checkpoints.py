@@ -119,20 +119,20 @@ def _write_in_thread(save, pieces, described):
     ]
 
     def run():
-        save.write(pieces)
-        save.publish(described, timeouts.LONGEST_S)
+        is_written = False
+        try:
+            save.write(pieces)
+            save.publish(described, timeouts.LONGEST_S)
+            is_written = True
+        finally:
+            if not is_written:
+                # There may be no next call, which would raise it.
+                traceback.print_exc()
 
     executor = futures.ThreadPoolExecutor(1, "keras_tp checkpoint")
     written = executor.submit(run)
     executor.shutdown(wait=False)
-    written.add_done_callback(_print_error)
     _running.append(written)
-
-
-def _print_error(written):
-    # There may be no next call, which would raise it.
-    if written.exception() is not None:
-        traceback.print_exception(written.exception())
 
 
 def _finish():

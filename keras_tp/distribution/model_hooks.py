@@ -63,9 +63,13 @@ def _hook_compile(original, self, /, *args, **kwargs):
 def _hook_symbolic_build(original, self, /, *args, **kwargs):
     """Checks a model that `fit` has built, and adopts its metrics."""
     made = variable_origin.variables_made()
+    known = len(self.metrics_variables)
     original(self, *args, **kwargs)
     if _has_changed(self, made):
         check_model(self)
+        adopt_state(self)
+    elif len(self.metrics_variables) != known:
+        # Metrics that were made before the distribution.
         adopt_state(self)
 
 
