@@ -46,8 +46,9 @@ def assign(variable, part_of):
             )
         return made[key]
 
-    variable._value = jax.make_array_from_callback(
-        old.shape, old.sharding, stored_part
+    # Without waiting, many older and newer values would be in memory together.
+    variable._value = jax.block_until_ready(
+        jax.make_array_from_callback(old.shape, old.sharding, stored_part)
     )
 
 
