@@ -3,7 +3,6 @@
 The tests run in one process, and in each of several at once.
 """
 
-import contextlib
 import functools
 import warnings
 
@@ -15,6 +14,7 @@ from keras import layers
 from integration_tests import harness
 from integration_tests import hub_models
 from integration_tests import slow_tests
+from integration_tests.checkpoints_test import under
 from keras_tp import distribution
 from keras_tp.backend import distribution_lib as lib
 from keras_tp.backend.saving import digests
@@ -28,15 +28,6 @@ def shapes():
     if lib.num_processes() > 1:
         return [(1, count), (count, 1), None]
     return [(1, 4), (2, 2), None] if count > 1 else [None]
-
-
-def under(shape):
-    """Context of a distribution, or of none."""
-    if shape is None:
-        return contextlib.nullcontext()
-    return distribution.TensorParallel(
-        harness.mesh(shape), strict=False
-    ).scope()
 
 
 def arrays_of(variables):

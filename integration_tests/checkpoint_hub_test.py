@@ -3,7 +3,6 @@
 `KERAS_TP_HUB=llama,whisper` runs these alone.
 """
 
-import contextlib
 import os
 
 import keras
@@ -13,6 +12,7 @@ import pytest
 from integration_tests import harness
 from integration_tests import hub_backbones
 from integration_tests import slow_tests
+from integration_tests.checkpoints_test import under
 from keras_tp import distribution
 from keras_tp.backend import distribution_lib as lib
 
@@ -39,14 +39,6 @@ def shapes():
         count = distribution.get_device_count()
         return [(1, count), (count, 1), None]
     return [(1, 2), (2, 2), None]
-
-
-def under(shape):
-    if shape is None:
-        return contextlib.nullcontext()
-    return distribution.TensorParallel(
-        harness.mesh(shape), strict=False
-    ).scope()
 
 
 def made(name, seed):

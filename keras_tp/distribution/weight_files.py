@@ -116,7 +116,9 @@ def check_before_loading(original, /, model, filepath, *args, **kwargs):
     """
     if all(variable._layout is None for variable in model.variables):
         return original(model, filepath, *args, **kwargs)
-    share = all_processes.share_of(filepath)
+    # A process may come late: each may have downloaded the file.
+    with timeouts.longer():
+        share = all_processes.share_of(filepath)
 
     def checked():
         with checked_reads.checking(filepath, share=share) as reading:
