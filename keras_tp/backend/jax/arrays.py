@@ -5,6 +5,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from keras_tp.backend import host_memory
 from keras_tp.backend.jax import processes
 
 
@@ -41,9 +42,17 @@ def from_whole(value, sharding):
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     value = np.asarray(value)
-    return jax.make_array_from_callback(
-        value.shape, sharding, lambda position: value[position]
-    )
+
+    def part(position):
+        held = value[position]
+        if held.size == value.size:
+            return held
+        # A CPU device would use the memory of rows, and keep the whole value.
+        copy = host_memory.empty(held.shape, held.dtype)
+        copy[...] = held
+        return copy
+
+    return jax.make_array_from_callback(value.shape, sharding, part)
 
 
 def hook_value(original):

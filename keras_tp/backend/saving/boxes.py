@@ -2,11 +2,8 @@
 
 import itertools
 import math
-import mmap
 
-import numpy as np
-
-_LARGE_BYTES = 2**20
+from keras_tp.backend import host_memory
 
 
 def shared(box, other):
@@ -69,19 +66,7 @@ def read_part(ranges, dtype, copy_box):
         copy_box: Function that copies a box of the tensor to an array.
     """
     size = [sum(stop - start for start, stop in own) for own in ranges]
-    part = _empty(size, dtype)
+    part = host_memory.empty(size, dtype)
     for box, position in boxes_of(ranges):
         copy_box(part[position], box)
     return part
-
-
-def _empty(shape, dtype):
-    """Returns an array. The system takes a large one back when it is freed.
-
-    The C library would keep parts of many megabytes for itself.
-    """
-    count = math.prod(shape)
-    if count * dtype.itemsize < _LARGE_BYTES:
-        return np.empty(shape, dtype)
-    pages = mmap.mmap(-1, count * dtype.itemsize)
-    return np.frombuffer(pages, dtype, count).reshape(shape)

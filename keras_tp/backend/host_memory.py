@@ -1,0 +1,24 @@
+"""Arrays in the memory of the host."""
+
+import math
+import mmap
+
+import numpy as np
+
+_LARGE_BYTES = 2**20
+
+
+def empty(shape, dtype):
+    """Returns an array. The system takes a large one back when it is freed.
+
+    The C library would keep arrays of many megabytes for itself.
+
+    Args:
+        shape: Tuple or list of ints.
+        dtype: `numpy.dtype`.
+    """
+    count = math.prod(shape)
+    if count * dtype.itemsize < _LARGE_BYTES:
+        return np.empty(shape, dtype)
+    pages = mmap.mmap(-1, count * dtype.itemsize)
+    return np.frombuffer(pages, dtype, count).reshape(shape)
