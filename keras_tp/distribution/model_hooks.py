@@ -12,6 +12,7 @@ from keras_tp import backend
 from keras_tp.backend import hooks
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.processes import progress
+from keras_tp.backend.saving import lazy_modules
 from keras_tp.distribution import checkpoint_hooks
 from keras_tp.distribution import derived_variables
 from keras_tp.distribution import model_state
@@ -298,6 +299,12 @@ TABLE = [
         preset_files.read_in_parts,
         "a process reads its part of a preset of Hugging Face",
         waits=True,
+    ),
+    Hook(
+        "keras.src.saving.serialization_lib",
+        "tf",
+        lazy_modules.if_imported,
+        "a save does not import TensorFlow: half a GB in each process",
     ),
     Hook(
         "keras.src.saving.saving_lib",
