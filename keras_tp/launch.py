@@ -1,8 +1,13 @@
 """Runs a script on several devices: `python -m keras_tp.launch`."""
 
 import argparse
+import os
+import sys
+
+import keras
 
 from keras_tp import backend
+from keras_tp.backend.processes import script_backend
 from keras_tp.backend.processes import supervisor
 
 
@@ -63,9 +68,10 @@ def main(argv=None):
     add("script", help="Python file to run")
     add("args", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(argv)
-    problem = _problem(options)
+    problem = _problem(options) or _other_backend(options.script)
     if problem:
         parser.error(problem)
+    _take_backend_of(options.script, argv)
     plan = supervisor.Plan(
         options.devices,
         options.processes,
@@ -110,6 +116,33 @@ def _problem(options):
             "devices"
         )
     return None
+
+
+def _other_backend(script):
+    """Returns an error if a script and the environment differ, or `None`.
+
+    Keras is imported before the script runs.
+    """
+    name = script_backend.VARIABLE
+    chosen, replaces = script_backend.chosen_by(script)
+    held = os.environ.get(name)
+    if replaces and held and held != chosen:
+        return (
+            f"{script} sets {name} to {chosen!r}, but the environment says "
+            f"{held!r}. Remove one of them, or use "
+            f'`os.environ.setdefault("{name}", "{chosen}")` in the script'
+        )
+    return None
+
+
+def _take_backend_of(script, argv):
+    """Starts again with the backend of the script, if Keras has another."""
+    name = script_backend.VARIABLE
+    chosen, _ = script_backend.chosen_by(script)
+    if chosen and name not in os.environ and chosen != keras.config.backend():
+        argv = sys.argv[1:] if argv is None else argv
+        command = [sys.executable, "-m", "keras_tp.launch", *argv]
+        os.execve(sys.executable, command, {**os.environ, name: chosen})
 
 
 def _multiples(count):

@@ -7,6 +7,7 @@ import sys
 import keras
 import pytest
 
+from keras_tp.backend.processes import script_backend
 from keras_tp.launch import main
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -20,13 +21,52 @@ if __name__ == "__main__":
 
 
 def launch(*args, **env):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
     return subprocess.run(
         [sys.executable, "-m", "keras_tp.launch", *args],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        env={name: value for name, value in env.items() if value is not None},
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+CHOICES = {
+    'os.environ["KERAS_BACKEND"] = "torch"': ("torch", True),
+    'environ["KERAS_BACKEND"] = "jax"': ("jax", True),
+    'os.environ.setdefault("KERAS_BACKEND", "jax")': ("jax", False),
+    "if 1:\n    os.environ['KERAS_BACKEND'] = 'jax'": ("jax", True),
+    'os.environ["KERAS_BACKEND"] = sys.argv[1]': (None, False),
+    'os.environ["KERAS_HOME"] = "torch"': (None, False),
+    'KERAS_BACKEND = "torch"': (None, False),
+    'os.environ["KERAS_BACKEND" = "torch"': (None, False),
+}
+
+
+@pytest.mark.parametrize("text, expected", CHOICES.items(), ids=range(8))
+def test_the_backend_that_a_script_chooses(text, expected, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(f"import os\n{text}\n")
+    assert script_backend.chosen_by(path) == expected
+
+
+def test_a_script_that_chooses_its_backend(tmp_path):
+    own = keras.config.backend()
+    other = {"jax": "tensorflow", "tensorflow": "jax"}.get(own, "jax")
+    path = tmp_path / "train.py"
+    path.write_text(
+        f'import os\nos.environ["KERAS_BACKEND"] = "{other}"\n'
+        "import keras_tp\nimport keras\n"
+        "print(keras.config.backend(), keras_tp.distribution.list_devices())\n"
+    )
+    result = launch("--devices", "2", str(path))
+    assert result.returncode == 2
+    assert f"sets KERAS_BACKEND to '{other}'" in result.stderr
+    assert f"environment says '{own}'" in result.stderr
+    # Without the variable Keras takes TensorFlow.
+    result = launch("--devices", "2", str(path), KERAS_BACKEND=None)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [f"{other} ['cpu:0', 'cpu:1']"]
 
 
 @pytest.fixture
