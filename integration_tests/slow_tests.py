@@ -97,6 +97,13 @@ SLOW_ON = {
         *VERIFIED,
         r"benchmark_test\.py::test_plan_survey\[some",
         r"readme_test\.py::test_snippet_runs\[(plans-1|layouts-0)",
+        # Each starts two processes; one value that is no time stays.
+        r"torch_launch_test\.py::test_a_time_to_wait_that_is_none"
+        r"\[(soon|-3|inf|nan)",
+        # A compiled step of a block is counted in `compiling_test.py`.
+        r"torch_models_test\.py::test_jit_compile_does_not_break",
+        # How the suite of Keras ends is read alike on each backend.
+        r"keras_suite_test\.py::test_how_tests_end",
         # JAX trains the same example, and TensorFlow with two processes.
         r"train_lm_test\.py::test_losses_are_those_of_one_device",
     ),
@@ -106,7 +113,9 @@ SLOW_ON = {
         # Runs end by an error, and by a kill while they save, in other cases;
         # a call by one process is refused alike where it saves.
         r"processes_test\.py::test_an_error_ends.*"
-        r"\[(exit|kill_step|kill_saving0|one_reads)\]",
+        r"\[(exit|kill_step|kill_saving0|one_reads|one_saves)\]",
+        r"processes_test\.py::test_the_others_wait_for_the_one_that_writes",
+        r"keras_suite_test\.py::test_how_tests_end",
         r"processes_test\.py::.*on_another_host\[kill_step\]",
         *VERIFIED,
         # The child and the seed are the same code on each backend.
