@@ -2,7 +2,8 @@
 
 The model has `--layers` kernels of 32 MiB each, all split over the devices. A
 process saves and loads it as a sharded checkpoint and as a `.weights.h5` file,
-in turns. Printed for each, of the process with the largest figure:
+in turns, and with `--models` as a `.keras` file, of which it makes a new model,
+too. Printed for each, of the process with the largest figure:
 
     peak   MiB by which the resident memory grew
     read   MiB that the process read from files with system calls (`rchar` of
@@ -55,6 +56,7 @@ add("--layers", type=int, default=64, help="kernels of 32 MiB")
 add("--rounds", type=int, default=3)
 add("--folder", help="where to write; removed afterwards")
 add("--preset", action="store_true", help="safetensors of Hugging Face, too")
+add("--models", action="store_true", help=".keras files, too")
 add("--compare", action="store_true", help="Orbax, too, and times of parts")
 relaunch.add_argument(parser)
 OPTIONS = parser.parse_args()
@@ -237,6 +239,12 @@ def hugging_face(folder, model):
     return {"preset of Hugging Face": read}
 
 
+def made_of(path):
+    """Makes a new model of a file, whose parts are in memory then."""
+    model = keras.saving.load_model(path)
+    assert model.layers[1].kernel._layout is not None
+
+
 def measured(function):
     """Runs a function in all processes; returns the largest of its figures."""
     _spent.clear()
@@ -267,7 +275,7 @@ def main():
     folder = lib.from_first_process(
         tempfile.mkdtemp(dir=OPTIONS.folder) if not lib.process_id() else None
     )
-    sharded, whole = f"{folder}/checkpoint", f"{folder}/model.weights.h5"
+    sharded, whole = f"{folder}/model.safetensors", f"{folder}/model.weights.h5"
     checkpoints = keras_tp.distribution
     with parallel.scope():
         model = build()
@@ -281,6 +289,14 @@ def main():
             "save_weights": lambda: model.save_weights(whole),
             "load_weights": lambda: model.load_weights(whole),
         }
+        if OPTIONS.models:
+            archive = f"{folder}/model.keras"
+            steps |= {
+                "save .keras": lambda: model.save(archive),
+                "load_weights .keras": lambda: model.load_weights(archive),
+                "load_model checkpoint": lambda: made_of(sharded),
+                "load_model .keras": lambda: made_of(archive),
+            }
         if OPTIONS.preset:
             steps |= hugging_face(f"{folder}/preset", model)
         if OPTIONS.compare:

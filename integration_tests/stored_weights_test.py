@@ -1,6 +1,10 @@
 """Weights files of which each process reads the parts that it holds."""
 
+import contextlib
 import shutil
+import subprocess
+import sys
+import zipfile
 
 import h5py
 import keras
@@ -9,8 +13,10 @@ import pytest
 from keras import layers
 
 from integration_tests import harness
+from integration_tests import launching
 from keras_tp import distribution
 from keras_tp.backend import distribution_lib as lib
+from keras_tp.backend.saving import archives
 
 
 def build(dtype=None):
@@ -55,7 +61,10 @@ def saved(path, dtype=None, **arguments):
 def write(model, path, **arguments):
     """Saves the weights of a model of one device, in one process."""
     if lib.process_id() == 0:
-        model.save_weights(path, **arguments)
+        if str(path).endswith(".weights.h5") or arguments:
+            model.save_weights(path, **arguments)
+        else:
+            model.save(path)
     lib.meet("The file")
 
 
@@ -69,7 +78,7 @@ def held_bytes(model):
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2), (1, 4)])
-@pytest.mark.parametrize("name", ["m.weights.h5", "m.weights.json"])
+@pytest.mark.parametrize("name", ["m.weights.h5", "m.weights.json", "m.keras"])
 def test_each_process_reads_its_parts(name, shape, tmp_path, copied):
     arguments = {"max_shard_size": 1e-5} if name.endswith("json") else {}
     expected = saved(tmp_path / name, **arguments)
@@ -138,6 +147,14 @@ def damage(files, layer):
     names = {"words": "embedding", "down": "dense_2", "logits": "dense_3"}
     layer = names[layer]
     for path in files:
+        if path.suffix == ".keras":
+            with zipfile.ZipFile(path) as archive:
+                part = archives.stored_part(archive)
+            with part, h5py.File(part) as file:
+                file.visititems(note)
+            ((_, offset),) = offsets
+            offsets[:] = [(path, part.start + offset)]
+            continue
         with h5py.File(path) as file:
             file.visititems(note)
     ((path, offset),) = offsets
@@ -249,3 +266,128 @@ def test_a_layer_may_compute_with_a_stored_array(tmp_path, copied):
         model = make()
         model.load_weights(tmp_path / "m.weights.h5")
         np.testing.assert_array_equal(model.get_weights()[0], expected[0])
+
+
+def loaded(path):
+    with under():
+        model = keras.saving.load_model(path)
+        return model, values_of(model)
+
+
+@pytest.mark.parametrize("by_keras", [True, False])
+@pytest.mark.parametrize("name", ["m.keras", "folder"])
+def test_a_model_is_made_of_parts(name, by_keras, tmp_path, copied):
+    path = tmp_path / name
+    expected = saved_by(by_keras, path)
+    model, found = loaded(path)
+    for new, value in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(new, value)
+    held = held_bytes(model)
+    assert 0 < sum(copied) <= sum(held)
+    assert max(copied) <= max(held) < max(value.nbytes for value in found)
+    # Keras makes no file beside that of the model.
+    assert [held.name for held in tmp_path.iterdir()] == [name]
+
+
+def saved_by(by_keras, path):
+    """Saves a trained model; returns its values. Our files have digests."""
+    keras.utils.set_random_seed(5)
+    with contextlib.nullcontext() if by_keras else under():
+        model = build()
+        x = np.random.default_rng(0).integers(0, 53, (4, 8))
+        model.train_on_batch(x, np.ones((4, 8, 53), "float32"))
+        if not by_keras or lib.process_id() == 0:
+            model.save(path, zipped=path.suffix == ".keras")
+        lib.meet("The file")
+        return values_of(model)
+
+
+@pytest.mark.parametrize("by_keras", [True, False])
+def test_damage_in_an_archive_is_found_before_a_model_is_made(
+    by_keras, tmp_path, copied
+):
+    path = tmp_path / "m.keras"
+    saved_by(by_keras, path)
+    with under():
+        kept = build()
+        before = values_of(kept)
+    for layer in ("words", "down", "logits"):
+        if lib.process_id() == 0:
+            damage([path], layer)
+        lib.meet("The damage")
+        with pytest.raises(ValueError, match="m.keras.*CRC-32.*weights.h5"):
+            loaded(path)
+        with under(), pytest.raises(ValueError, match="m.keras.*unchanged"):
+            kept.load_weights(path)
+        lib.meet("The look")
+        if lib.process_id() == 0:
+            damage([path], layer)
+        lib.meet("The mend")
+    for new, value in zip(values_of(kept), before, strict=True):
+        np.testing.assert_array_equal(new, value)
+    loaded(path)
+
+
+def test_one_damaged_copy_of_an_archive_is_an_error_in_all(tmp_path, copied):
+    own = tmp_path / f"copy {lib.process_id()}"
+    own.mkdir()
+    saved_by(True, tmp_path / "m.keras")
+    shutil.copy(tmp_path / "m.keras", own / "m.keras")
+    loaded(own / "m.keras")
+    if lib.process_id() == lib.num_processes() - 1:
+        damage([own / "m.keras"], "down")
+    with pytest.raises(ValueError, match="m.keras.*CRC-32"):
+        loaded(own / "m.keras")
+
+
+def test_a_compressed_archive_is_loaded(tmp_path, copied):
+    expected = saved_by(True, tmp_path / "m.keras")
+    path = tmp_path / "compressed.keras"
+    if lib.process_id() == 0:
+        kind = zipfile.ZIP_DEFLATED
+        with (
+            zipfile.ZipFile(tmp_path / "m.keras") as old,
+            zipfile.ZipFile(path, "w", kind) as new,
+        ):
+            for name in old.namelist():
+                new.writestr(name, old.read(name))
+    lib.meet("The archive")
+    _, found = loaded(path)
+    for new, value in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(new, value)
+
+
+SCRIPT = """
+import sys
+import keras
+import keras_tp
+
+devices = keras_tp.distribution.list_devices()[:2]
+mesh = keras_tp.distribution.DeviceMesh(
+    (1, len(devices)), ["batch", "model"], devices
+)
+with keras_tp.distribution.TensorParallel(mesh).scope():
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(8)]
+    )
+    for name in ("m.keras", "m.safetensors"):
+        model.save(name)
+        keras.saving.load_model(name)
+assert "tensorflow" not in sys.modules
+"""
+
+
+def test_tensorflow_is_not_imported_to_save_a_model(tmp_path):
+    if keras.config.backend() == "tensorflow":
+        pytest.skip("it is imported anyway")
+    environment = launching.environment(devices=2)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        environment.pop(name, None)
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr

@@ -19,6 +19,7 @@ from keras.src.distribution.distribution_lib import set_distribution
 from keras_tp.backend import hooks
 from keras_tp.backend.processes import timeouts
 from keras_tp.backend.saving import all_processes
+from keras_tp.backend.saving import archives
 from keras_tp.backend.saving import checked_reads
 from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import stored_arrays
@@ -116,28 +117,52 @@ def check_before_loading(original, /, model, filepath, *args, **kwargs):
     """
     if all(variable._layout is None for variable in model.variables):
         return original(model, filepath, *args, **kwargs)
-    # A process may come late: each may have downloaded the file.
-    with timeouts.longer():
-        share = all_processes.share_of(filepath)
 
-    def checked():
+    def checked(share):
         with checked_reads.checking(filepath, share=share) as reading:
             with _DryRun(reading) as run:
                 original(model, filepath, *args, **kwargs)
-        identity = None
-        if share[1] == 1 and os.path.exists(filepath):
-            identity = digests.identity(filepath)
-        return identity, run.converted, run.with_nan
+        return run.converted, run.with_nan
 
-    with checked_reads.in_parts(), timeouts.longer():
-        with _errors_name(filepath, "The model is unchanged."):
-            with warnings.catch_warnings():
-                # The real pass below gives the same warnings.
-                warnings.simplefilter("ignore")
-                found = all_processes.run(checked, _READ)
-            _check_same(filepath, [identity for identity, *_ in found])
+    with _read_by_all(filepath, "The model is unchanged.") as read:
+        with warnings.catch_warnings():
+            # The real pass below gives the same warnings.
+            warnings.simplefilter("ignore")
+            found = read(checked)
         _report(filepath, found, _is_strict(model))
         return original(model, filepath, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _read_by_all(filepath, consequence):
+    """Context in which each process reads its parts of one file.
+
+    Yields a function that runs a function in all processes, and returns a list
+    of their results. The function receives the share of the process, as in
+    `all_processes.share_of`. Errors name the file.
+    """
+    # A process may come late: each may have downloaded the file.
+    with timeouts.longer():
+        share = all_processes.share_of(filepath)
+        with _errors_name(filepath, consequence):
+            is_in_place = archives.check(filepath, share)
+
+        def read(function):
+            def run():
+                result = function(share)
+                identity = None
+                is_path = isinstance(filepath, (str, os.PathLike))
+                if share[1] == 1 and is_path and os.path.exists(filepath):
+                    identity = digests.identity(filepath)
+                return identity, result
+
+            with _errors_name(filepath, consequence):
+                found = all_processes.run(run, _READ)
+                _check_same(filepath, [identity for identity, _ in found])
+            return [result for _, result in found]
+
+        with checked_reads.in_parts(filepath if is_in_place else None):
+            yield read
 
 
 def _check_same(filepath, identities):
@@ -159,7 +184,7 @@ def _is_strict(model):
 def _report(filepath, found, is_strict):
     """Warns of values that can be loaded but may not be meant; or raises."""
     problems, converted, with_nan = [], {}, {}
-    for _, *noted in found:
+    for noted in found:
         converted.update(noted[0])
         with_nan.update(noted[1])
     for path, (saved, held) in list(converted.items())[:1]:
@@ -212,21 +237,29 @@ def outside_of_the_pass(original, obj_type):
 
 @hooks.around
 def name_file(original, /, filepath, *args, **kwargs):
-    """Wraps a function that loads a model, so that its errors name the file."""
+    """Wraps a function that loads a model, so that its errors name the file.
+
+    Each process reads the parts that its devices hold, and compares a share of
+    the values with their digests.
+    """
     if distribution() is None or isinstance(filepath, h5py.File):
         return original(filepath, *args, **kwargs)
-    with_nan = {}
+    model, with_nan = None, {}
 
     def see(name, value):
         count = _nan_count(value)
         if count:
             with_nan[name] = count
 
-    with (
-        _errors_name(filepath, "No model was made."),
-        checked_reads.checking(filepath, see),
-    ):
-        model = original(filepath, *args, **kwargs)
+    def made(share):
+        nonlocal model
+        with checked_reads.checking(filepath, see, share):
+            model = original(filepath, *args, **kwargs)
+        return with_nan
+
+    with _read_by_all(filepath, "No model was made.") as read:
+        found = read(made)
+    with_nan = {name: n for noted in found for name, n in noted.items()}
     is_strict = bool(with_nan) and _is_strict(model)
     problems = _nan_problem(filepath, with_nan)
     _tell(problems, is_strict, "No model was made")

@@ -57,6 +57,8 @@ def share_of(path):
 
 def _identity_of(path):
     """Returns what a file, also of a network file system, has for itself."""
+    if not isinstance(path, (str, os.PathLike)):
+        return None
     try:
         held = os.stat(path)
     except OSError:

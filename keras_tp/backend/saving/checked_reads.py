@@ -7,12 +7,14 @@ reads the parts that its devices hold.
 import contextlib
 import os
 
+import h5py
 from keras.src import backend
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.saving import saving_lib
 
 from keras_tp.backend import current
+from keras_tp.backend.saving import archives
 from keras_tp.backend.saving import boxes
 from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import sharded_files
@@ -28,7 +30,8 @@ class _Loads:
 
     Attributes:
         read: List of the loads that are checked, as `Reading`.
-        in_parts: Int. Number of loads that leave large arrays in their file.
+        in_parts: List of the loads that leave large arrays in their file, as
+            the path of an archive in which the weights stay, or `None`.
         opened: Dict from each open store to the names of the values compared
             so far, or to `None` if it has no values to compare.
     """
@@ -36,7 +39,7 @@ class _Loads:
     def reset(self):
         """Forgets all loads."""
         self.read = []
-        self.in_parts = 0
+        self.in_parts = []
         self.opened = {}
 
     __init__ = reset
@@ -68,7 +71,8 @@ class Reading:
             # Keras may read a value again, after an error.
             taker = self._takers.setdefault(name, len(self._takers) % count)
             self.is_own = taker == index
-        self.see(name, value)
+        if self.is_own:
+            self.see(name, value)
         return self.is_own
 
 
@@ -85,7 +89,7 @@ def checking(filepath, see=lambda name, value: None, share=(0, 1)):
     Args:
         filepath: What `keras.saving.load_model` or `load_weights` receives.
         see: Function of the name of a value in its weights file, and of the
-            array, called after the array is read. Defaults to nothing.
+            array, called in the process that compares it. Defaults to nothing.
         share: Pair: the index of this process, and the number of processes
             that divide the large arrays among them. Defaults to one process.
     """
@@ -116,13 +120,23 @@ def checking(filepath, see=lambda name, value: None, share=(0, 1)):
 
 
 @contextlib.contextmanager
-def in_parts():
-    """Context in which a process reads its parts of large arrays only."""
-    _loads.in_parts += 1
+def in_parts(archive=None):
+    """Context in which a process reads its parts of large arrays only.
+
+    Args:
+        archive: Path of a `.keras` file that `archives.check` compared, in
+            which the weights stay. Defaults to `None`.
+    """
+    _loads.in_parts.append(archive and os.path.realpath(archive))
     try:
         yield
     finally:
-        _loads.in_parts -= 1
+        _loads.in_parts.pop()
+
+
+def stays_in_archive():
+    """Returns whether the weights of the model that is loaded stay there."""
+    return bool(_loads.in_parts) and _loads.in_parts[-1] is not None
 
 
 def check_rest(store):
@@ -131,6 +145,14 @@ def check_rest(store):
     if compared is not None and store.h5_file:
         share = _loads.read[-1].share
         digests.check_rest(store.h5_file, compared, share)
+
+
+def _is_in_place(archive=None, mode="r"):
+    """Returns whether weights in an archive are read where they are."""
+    path = getattr(archive, "filename", None)
+    if path is None or mode != "r":
+        return False
+    return os.path.realpath(path) in _loads.in_parts
 
 
 class Store:
@@ -142,19 +164,32 @@ class Store:
             return
         with digests.reading():
             # Must run before HDF5 reads the file.
-            digests.check_bytes(path_or_io, *args, **kwargs)
+            if not _is_in_place(*args, **kwargs):
+                digests.check_bytes(path_or_io, *args, **kwargs)
             original(self, path_or_io, *args, **kwargs)
         _loads.opened[self] = None
         if self.mode == "r":
             digests.check_seal(self.h5_file)
             _loads.opened[self] = set()
 
+    def _get_h5_file(original, self, path_or_io, mode=None):
+        part = None
+        if _is_in_place(self.archive, mode or self.mode):
+            part = archives.stored_part(self.archive, path_or_io)
+        if part is None:
+            return original(self, path_or_io, mode)
+        self.io_file = part
+        return h5py.File(part, "r")
+
     def __getitem__(original, self, key):
         value = None
         if _loads.in_parts:
             group = self._h5_entry_group
             dataset = saving_lib.safe_get_h5_dataset(group, key)
-            value = stored_arrays.of_dataset(dataset)
+            part = self.io_file
+            if not isinstance(part, archives.Part):
+                part = None
+            value = stored_arrays.of_dataset(dataset, part)
         if value is None:
             value = original(self, key)
         if _loads.read:

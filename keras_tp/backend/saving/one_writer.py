@@ -71,6 +71,9 @@ def table(is_distributed, exporting=contextlib.nullcontext):
             return save(original, place, model, filepath, *args, **kwargs)
 
         def is_memory_sufficient(original, model):
+            if checked_reads.stays_in_archive():
+                # Keras catches any error, and then makes no copy.
+                raise MemoryError("Neither memory nor disk holds a copy.")
             # The whole file would be in memory.
             is_split = _processes().world_size() > 1 and is_distributed(model)
             return not is_split and original(model)

@@ -27,10 +27,15 @@ def of_file(file, offset, dtype, shape):
     return StoredArray(file, dtype, "r", offset, tuple(shape))
 
 
-def of_dataset(dataset):
+def of_dataset(dataset, part=None):
     """Returns the array of an `h5py.Dataset` that was checked, in its file.
 
     `None` if it is small, or not in one piece in a file.
+
+    Args:
+        dataset: `h5py.Dataset`.
+        part: `archives.Part` that is the HDF5 file. Defaults to `None`, for a
+            file of its own.
     """
     dtype, offset = dataset.dtype, dataset.id.get_offset()
     if dataset.attrs.get("dtype") == "bfloat16":
@@ -43,11 +48,14 @@ def of_dataset(dataset):
         offset is None
         or not is_plain
         or not is_large(dataset)
-        or file.driver == "fileobj"
+        or (file.driver == "fileobj" and part is None)
         or file.userblock_size
     ):
         return None
-    return of_file(file.filename, offset, dtype, dataset.shape)
+    path, start = (
+        (file.filename, 0) if part is None else (part.path, part.start)
+    )
+    return of_file(path, start + offset, dtype, dataset.shape)
 
 
 def is_stored(value):
