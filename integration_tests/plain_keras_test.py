@@ -3,11 +3,15 @@
 A test that fails here says that Keras has changed: correct that page.
 """
 
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
 
 from integration_tests import harness
+from integration_tests import launching
 
 BACKEND = keras.config.backend()
 X = np.random.default_rng(0).normal(size=(12, 6)).astype("float32")
@@ -67,3 +71,14 @@ def test_h5_takes_the_optimizer_away(tmp_path):
     model.save(tmp_path / "a.keras")
     loaded = keras.saving.load_model(tmp_path / "a.keras")
     assert isinstance(loaded.optimizer, keras.optimizers.RMSprop)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="alike on torch")
+def test_a_save_imports_tensorflow():
+    code = (
+        "import sys, keras\n"
+        "keras.saving.serialize_keras_object(keras.layers.Dense(2))\n"
+        "assert 'tensorflow' in sys.modules\n"
+    )
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, env=launching.environment(), check=True)

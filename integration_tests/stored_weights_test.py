@@ -193,17 +193,24 @@ def test_damage_of_one_copy_is_found(tmp_path, copied):
         np.testing.assert_array_equal(new, value)
 
 
-def test_processes_with_other_files_are_refused(tmp_path, copied):
+@pytest.mark.parametrize("name", ["m.weights.h5", "m.keras"])
+def test_processes_with_other_files_are_refused(name, tmp_path, copied):
     if lib.num_processes() == 1:
         pytest.skip("one process has one file")
     own = tmp_path / f"copy {lib.process_id()}"
     own.mkdir()
     keras.utils.set_random_seed(lib.process_id())
     plain = build()
-    plain.save_weights(own / "m.weights.h5")
+    if name == "m.keras":
+        plain.save(own / name)
+    else:
+        plain.save_weights(own / name)
     keras.utils.set_random_seed(1)
     with under(), pytest.raises(ValueError, match="Process 1 has another file"):
-        build().load_weights(own / "m.weights.h5")
+        build().load_weights(own / name)
+    if name == "m.keras":
+        with pytest.raises(ValueError, match="Process 1 has another file"):
+            loaded(own / name)
 
 
 class Subclassed(keras.Model):

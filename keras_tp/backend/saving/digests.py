@@ -23,7 +23,7 @@ from keras_tp.backend.saving import stored_arrays
 
 # A file that Keras writes into the folder of an unpacked model and never reads.
 # The digests of the other files are added to it, and a digest over these.
-_METADATA = "metadata.json"
+_METADATA, _CONFIG = "metadata.json", "config.json"
 _FILES = "keras_tp_files"
 _FILES_SEAL = "keras_tp_sha256"
 
@@ -172,7 +172,8 @@ def identity(path):
     """Returns a digest that copies of one file have in common.
 
     Of a weights file: its size, and for each value its digest or, in a file
-    without digests, its first row.
+    without digests, its first row. Of a `.keras` file: the checksums of its
+    weights and assets.
     """
     path = pathlib.Path(path)
     if not h5py.is_hdf5(path):
@@ -181,8 +182,11 @@ def identity(path):
         if not zipfile.is_zipfile(path):
             return _digest_of(path)
         with zipfile.ZipFile(path) as archive:
+            held = archive.infolist()
+            # Metadata has the time of the save, the config ids of objects.
+            own = (_METADATA, _CONFIG)
             return digest_of_json(
-                [(held.filename, held.CRC) for held in archive.infolist()]
+                [(m.filename, m.CRC) for m in held if m.filename not in own]
             )
     with h5py.File(path) as file:
         found = [
@@ -234,7 +238,7 @@ def note_folder(path):
     The weights file has digests of its own.
     """
     folder = pathlib.Path(path)
-    written = [folder / "config.json", *sorted((folder / "assets").rglob("*"))]
+    written = [folder / _CONFIG, *sorted((folder / "assets").rglob("*"))]
     held = json.loads((folder / _METADATA).read_bytes())
     held[_FILES] = {
         file.relative_to(folder).as_posix(): _digest_of(file)
