@@ -86,8 +86,10 @@ def one_seed(gather, is_first):
 
 def same_array(gather, array, what="values"):
     """Raises on every process unless all of them hold the same array."""
-    described = f"{array.shape} {array.dtype} ".encode()
-    same_everywhere(gather, what, described + array.tobytes(), _SAME_VALUES)
+    digest = hashlib.sha256(f"{array.shape} {array.dtype} ".encode())
+    # Not `tobytes`: a copy of a large table may not fit.
+    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    same_everywhere(gather, what, digest.digest(), _SAME_VALUES)
 
 
 def same_model(gather, model):
