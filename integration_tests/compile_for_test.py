@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -241,6 +243,37 @@ def test_lookups_of_known_rows_are_as_planned_or_flagged(
         for kind, row in report.collectives.items()
     }
     assert (found == plan.collectives(BATCH)) is is_predicted
+
+
+# In a process of its own, as the compiler for TPUs is loaded once.
+TPU_SCRIPT = """
+import os
+import jax
+from keras_tp.backend.jax import ahead_of_time
+
+before = dict(os.environ)
+mesh = ahead_of_time.mesh("v5e", (2, 4), ["batch", "model"])
+print(mesh.devices.size, "devices")
+changed = set(before.items()) ^ set(os.environ.items())
+print("changed:", sorted({name for name, _ in changed} - {"TPU_LIBRARY_PATH"}))
+"""
+
+
+@on_jax
+@pytest.mark.skipif(
+    not is_installed("libtpu"), reason="pip install '.[jax,ahead]'"
+)
+def test_a_machine_without_a_tpu_is_no_error():
+    done = subprocess.run(
+        [sys.executable, "-c", TPU_SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["8 devices", "changed: []"]
+    for word in ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
+        assert word not in done.stderr
 
 
 @on_jax

@@ -12,6 +12,7 @@ import re
 
 import jax
 import numpy as np
+from jax._src import hardware_utils
 from jax._src import xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental import topologies
@@ -55,6 +56,12 @@ _CUDNN_VERSION = 90800
 _COMPUTE_CAPABILITY = (9, 0)
 # Dims of the grid of a TPU's slices.
 _TPUS = {"v5e": 2, "v5p": 3, "v6e": 2}
+# What libtpu reads where it is loaded, on a machine without a TPU.
+_NO_HOST = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
 _INSTALL = "pip install 'keras_tp[jax,ahead]'"
 _DOES_NOT_FIT = re.compile(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm")
 _NO_TILES = "Couldn't find output tile sizes"
@@ -119,21 +126,37 @@ def _register_compiler(target):
 
 
 def _tpus(target, count):
-    # Else libtpu asks a server that only machines of Google's cloud have.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     if xla_bridge.get_tpu_library_path() is None:
         raise _missing("libtpu", target)
     grid = "x".join(map(str, _grid(count, _TPUS[target])))
     try:
-        topology = topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{target}:{grid}"
-        )
+        with _known_host():
+            topology = topologies.get_topology_desc(
+                platform="tpu", topology_name=f"{target}:{grid}"
+            )
     except jax.errors.JaxRuntimeError as e:
         raise ValueError(
             f"There is no {grid} slice of TPU {target}. Received: "
             f"target={target!r}, count={count}"
         ) from e
     return list(topology.devices)
+
+
+@contextlib.contextmanager
+def _known_host():
+    """Context in which libtpu is told what it would ask a TPU's host for.
+
+    Without a TPU it asks a server that only machines of Google's cloud have,
+    and prints errors. The topology to compile for does not depend on it.
+    """
+    chips, _ = hardware_utils.num_available_tpu_chips_and_device_id()
+    added = set() if chips else set(_NO_HOST) - set(os.environ)
+    os.environ.update({name: _NO_HOST[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _grid(count, dims):
