@@ -139,6 +139,7 @@ def compile_for(
         loss,
         input_spec,
         target_spec,
+        depth and functools.partial(model_or_build_fn, depth),
     )
     began = time.perf_counter()
     if depth is None:
@@ -179,6 +180,8 @@ class _Job:
         lib: The backend's module.
         accelerator: `Accelerator`.
         mesh: `DeviceMesh` of the target's devices.
+        whole_fn: Function that builds the model to report, if that is another
+            one than those to compile, or `None`.
         others: See `compile_for`.
     """
 
@@ -194,6 +197,7 @@ class _Job:
         loss,
         input_spec,
         target_spec,
+        whole_fn,
     ):
         self.lib = lib
         self.accelerator = accelerator
@@ -205,11 +209,16 @@ class _Job:
         self.loss = loss
         self.input_spec = input_spec
         self.target_spec = target_spec
+        self.whole_fn = whole_fn
 
     def run(self, build_fn):
         """Returns the name, the figures and the memory limit of a model."""
         current = _moved(
-            self.distribution, self.mesh, build_fn, self.input_spec
+            self.distribution,
+            self.mesh,
+            build_fn,
+            self.input_spec,
+            self.whole_fn,
         )
         with (
             trace.no_trace_left(),
@@ -364,18 +373,17 @@ def _check_depth(build_fn, depth, compiled_depths):
         )
 
 
-def _moved(distribution, mesh, build_fn, input_spec):
+def _moved(distribution, mesh, build_fn, input_spec, whole_fn):
     """Returns a distribution like the given one on another mesh."""
+    planned = build_fn, mesh, input_spec, whole_fn
     if distribution is None:
-        return plan_sharding(build_fn, mesh, input_spec).distribution()
+        return _plan(*planned).distribution()
     if isinstance(distribution, TensorParallel):
         if distribution._is_given:
             plan = copy.copy(distribution.plan)
             plan.device_mesh = mesh
         else:
-            plan = plan_sharding(
-                build_fn, mesh, input_spec, **distribution._options
-            )
+            plan = _plan(*planned, **distribution._options)
         made = TensorParallel(
             plan=plan, batch_dim_name=distribution.batch_dim_name
         )
@@ -394,3 +402,24 @@ def _moved(distribution, mesh, build_fn, input_spec):
             )
             made._layout_map[pattern] = moved
     return made
+
+
+def _plan(build_fn, mesh, input_spec, whole_fn, overrides=None, **options):
+    """Plans a model, with the layouts that its variables have in another one.
+
+    A kernel that is worth a split beside two layers may be too small for one
+    beside eighty.
+    """
+    plan = plan_sharding(build_fn, mesh, input_spec, overrides, **options)
+    if whole_fn is None:
+        return plan
+    whole = plan_sharding(whole_fn, mesh, input_spec, overrides, **options)
+    changed = {
+        row.path: whole[row.path].axes
+        for row in plan.variables
+        if row.path in whole and row.axes != whole[row.path].axes
+    }
+    if not changed:
+        return plan
+    overrides = {**(overrides or {}), **changed}
+    return plan_sharding(build_fn, mesh, input_spec, overrides, **options)
