@@ -6,13 +6,16 @@
 
 Widths are those of the released models, depths by the law of two shallow ones.
 Results are kept in `compile_for.json`, so a run can be stopped and goes on with
-the rest; `compile_for.md` is written from it. `--check` also compiles a third
-depth, and prints how far the law is from it.
+the rest; `compile_for_page.py` writes `compile_for.md` from it. `--check`
+compiles a third depth, `--maps` with the layout maps of KerasHub: both stand
+beside the rows of the same models.
+`--plans` plans the models of known rows again, and compiles nothing.
 """
 
 import argparse
 import datetime
 import functools
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -21,6 +24,7 @@ os.environ["KERAS_BACKEND"] = "jax"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import compile_for_page
 import keras
 import keras_hub
 
@@ -29,6 +33,7 @@ from keras_tp import distribution
 FOLDER = pathlib.Path(__file__).parent
 RESULTS = FOLDER / "compile_for.json"
 TABLE = FOLDER / "compile_for.md"
+PACKAGES = "keras", "keras-hub", "jax", "libtpu"
 DTYPE = "mixed_bfloat16"
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 # All-reduces of a dense block in a step: after attention and after the
@@ -163,6 +168,38 @@ MODELS = {
         PER_BLOCK,
         (1, 8),
     ),
+    "Gemma 7B": (
+        causal_lm(
+            "Gemma",
+            vocabulary_size=256000,
+            num_query_heads=16,
+            num_key_value_heads=16,
+            hidden_dim=3072,
+            intermediate_dim=49152,
+            head_dim=256,
+        ),
+        28,
+        8,
+        2048,
+        PER_BLOCK,
+        (1, 8),
+    ),
+    "Qwen 2.5 32B": (
+        causal_lm(
+            "Qwen",
+            vocabulary_size=152064,
+            num_query_heads=40,
+            num_key_value_heads=8,
+            hidden_dim=5120,
+            intermediate_dim=27648,
+            rope_max_wavelength=1000000,
+        ),
+        64,
+        8,
+        2048,
+        PER_BLOCK,
+        (1, 8),
+    ),
     # A layer of the encoder, and one of the decoder with its two attentions.
     "Whisper medium": (whisper, 24, 16, None, PER_BLOCK + 6, (1, 8)),
     "Llama 3 70B": (LLAMA_70B, 80, 8, 2048, PER_BLOCK, (1, 8)),
@@ -171,7 +208,16 @@ MODELS = {
 }
 INPUTS = {"Whisper medium": WHISPER_INPUTS}
 TARGETS = "h100", "v5e"
+# With a global layer of Gemma 3, whose first five layers see a window.
 CHECKED_DEPTH = 6
+# Numbers of layers to compile where 2 and 4 do not fit.
+DEPTHS = {}
+# Backbones of KerasHub with a layout map.
+MAPS = {
+    "Llama 3 8B": "Llama3Backbone",
+    "Gemma 7B": "GemmaBackbone",
+    "Qwen 2.5 32B": "QwenBackbone",
+}
 
 
 def mesh_of(name):
@@ -181,204 +227,127 @@ def mesh_of(name):
     return distribution.DeviceMesh(shape, ["batch", "model"], devices)
 
 
-def compiled(name, target, depth=None):
+def compiled(name, target, depth=None, parallel=None):
     """Returns the report of a model, by the law or, with a depth, compiled."""
     build, own, batch_size, length, *_ = MODELS[name]
-    spec = INPUTS.get(name)
-    arguments = {} if depth else {"depth": own}
+    arguments = {}
+    if depth is None:
+        depths = DEPTHS.get(f"{name}/{target}", (2, 4))
+        arguments = {"depth": own, "compiled_depths": depths}
     return distribution.compile_for(
         functools.partial(build, depth) if depth else build,
-        distribution.TensorParallel(mesh_of(name)),
+        parallel or distribution.TensorParallel(mesh_of(name)),
         target,
         batch_size=batch_size,
         sequence_length=length,
         loss=LOSS,
-        input_spec=spec,
+        input_spec=INPUTS.get(name),
         **arguments,
     )
 
 
-def measure(name, target):
-    """Returns a row of `compile_for.json`."""
-    report = compiled(name, target)
-    print(report, flush=True)
-    build, depth, batch_size, length, *_ = MODELS[name]
-    plan = distribution.plan_sharding(
+def plan_of(name):
+    """Returns the plan of a whole model."""
+    build, depth, *_ = MODELS[name]
+    return distribution.plan_sharding(
         functools.partial(build, depth), mesh_of(name), INPUTS.get(name)
     )
+
+
+def forecast(name):
+    """Returns what the plan of a model predicts."""
+    batch_size, length = MODELS[name][2:4]
+    plan = plan_of(name)
+    return {
+        "memory": plan.memory(batch_size, length),
+        "collectives": plan.collectives(batch_size, length),
+    }
+
+
+def figures(report):
+    """Returns a report as a row of `compile_for.json`."""
     return {
         **report.to_dict(),
         "per_layer": report.collectives_per_layer(),
         "attention_text": report.attention_text(),
-        "plan": {
-            "memory": plan.memory(batch_size, length),
-            "collectives": plan.collectives(batch_size, length),
+        "date": datetime.date.today().isoformat(),
+        "versions": {
+            package: importlib.metadata.version(package)
+            for package in PACKAGES
+            if package != "libtpu" or report.accelerator.device_type == "tpu"
         },
-        "date": datetime.date.today().isoformat(),
     }
 
 
-def check(name, target, depth):
-    """Returns the figures of a third depth: by the law, and compiled."""
-    law = compiled(name, target).at_depth(depth)
-    real = compiled(name, target, depth)
+def measure(name, target):
+    """Returns the figures of a model, compiled and predicted."""
+    report = compiled(name, target)
+    print(report, flush=True)
     return {
-        "depth": depth,
-        "law": law.to_dict(),
-        "compiled": real.to_dict(),
+        **figures(report),
+        "plan": forecast(name),
+        "checked": report.at_depth(CHECKED_DEPTH).to_dict(),
+    }
+
+
+def check(name, target):
+    """Returns the figures of a third depth, compiled."""
+    return {
+        **compiled(name, target, CHECKED_DEPTH).to_dict(),
+        "depth": CHECKED_DEPTH,
         "date": datetime.date.today().isoformat(),
     }
 
 
-def kinds(counts):
-    """Returns counts of collectives as text."""
-    found = [f"{count:g} {kind}" for kind, count in counts.items() if count]
-    return ", ".join(found).replace("_", "-") or "none"
-
-
-def line(name, row):
-    """Returns a row of the table of `compile_for.md`."""
-    theory = MODELS[name][-2]
-    layers, memory = row["depth"], row["memory"]
-    rest = {
-        kind: found["count"] - layers * row["per_layer"].get(kind, 0)
-        for kind, found in row["collectives"].items()
-    }
-    seconds = row["seconds"]
-    started = sum(v["beside"] for v in row["collectives"].values())
-    operations = sum(v["operations"] for v in row["collectives"].values())
-    length = row["sequence_length"]
-    cells = (
-        name.partition(",")[0],
-        f"{row['mesh']['batch']} x {row['mesh']['model']} {row['target']}",
-        str(row["batch_size"]) + (f" x {length}" if length else ""),
-        kinds(row["per_layer"]),
-        theory,
-        kinds(rest),
-        f"{sum(v['bytes'] for v in row['collectives'].values()) / 2**30:.2f}",
-        f"{started} of {operations}",
-        " + ".join(
-            f"{memory[kind] / 2**30:.1f}"
-            for kind in ("arguments", "temporaries")
-        ),
-        f"{memory['peak'] / 2**30:.1f} of {row['memory_limit'] / 2**30:.1f}",
-        "yes" if row["fits"] else "no",
-        f"{row['plan']['memory']['total'] / 2**30:.1f}",
-        f"{sum(row['flops'].values()) / 1e12:.1f}",
-        f"{1000 * seconds['step']:.0f}",
-        f"{row['communication_share']:.0%}",
-        row["attention_text"],
-        f"{row['compile_seconds']:.0f}",
-    )
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-HEADINGS = (
-    "model",
-    "mesh",
-    "batch",
-    "collectives of a layer",
-    "in theory",
-    "of the rest",
-    "GiB sent",
-    "beside computations",
-    "arguments + temporaries, GiB",
-    "peak, GiB",
-    "fits",
-    "plan's forecast, GiB",
-    "TFLOPs",
-    "step, ms",
-    "waits",
-    "attention",
-    "seconds to compile",
-)
-
-
-def write_table(results):
-    """Writes `compile_for.md` from the rows of `compile_for.json`."""
-    dates = sorted({row["date"] for row in results.values()})
-    text = [
-        "# Train steps compiled for accelerators that are not there",
-        "",
-        "Written by `python benchmarks/compile_for.py` on",
-        f"{' and '.join(dates)}, on 2 shared cores without an accelerator;",
-        "keras 3.15.1, keras-hub 0.32.0, jax 0.10.2, libtpu 0.0.42.1. Mixed",
-        "bfloat16, Adam, sparse cross-entropy. Counts, bytes, memory and FLOPs",
-        "are of one device, in the program that XLA compiled, by the law of 2",
-        "and 4 layers. The step is a lower limit (a roofline from published",
-        "peak figures), `waits` the share of it in which communication is not",
-        "hidden. The forecast is `plan.memory`. On a mesh with several",
-        "replicas, the collectives of a layer have its gradients too, some of",
-        "them in one tensor; the 4 of theory are those of the split.",
-        "",
-        "| " + " | ".join(HEADINGS) + " |",
-        "|" + "---|" * len(HEADINGS),
-    ]
-    rows = {k: row for k, row in results.items() if "law" not in row}
-    text += [line(key.split("/")[0], row) for key, row in rows.items()]
-    text += [
-        "",
-        "## The law against a third depth",
-        "",
-        "| model | target | layers | collectives | sent | arguments |"
-        " temporaries | peak | FLOPs |",
-        "|" + "---|" * 9,
-    ]
-    for key, row in results.items():
-        if "law" in row:
-            text.append(check_line(key.split("/")[0], row))
-    TABLE.write_text("\n".join(text) + "\n")
-
-
-def check_line(name, row):
-    """Returns a row of the second table: law / compiled, and the difference."""
-    law, real = row["law"], row["compiled"]
-
-    def pair(get, unit, text):
-        left, right = get(law) / unit, get(real) / unit
-        return f"{left:{text}} / {right:{text}} ({left / right - 1:+.1%})"
-
-    def sent(key):
-        return lambda r: sum(v[key] for v in r["collectives"].values())
-
-    cells = [
+def of_map(name, target):
+    """Returns the figures of a model with KerasHub's own layout map."""
+    backbone = getattr(keras_hub.models, MAPS[name])
+    layout_map = backbone.get_layout_map(mesh_of(name))
+    report = compiled(
         name,
-        law["target"],
-        row["depth"],
-        pair(sent("count"), 1, ".0f"),
-        pair(sent("bytes"), 2**20, ".1f"),
-        *(
-            pair(lambda r, n=n: r["memory"][n], 2**20, ".0f")
-            for n in ("arguments", "temporaries", "peak")
-        ),
-        pair(lambda r: sum(r["flops"].values()), 1e12, ".3f"),
-    ]
-    return "| " + " | ".join(map(str, cells)) + " |"
+        target,
+        parallel=distribution.ModelParallel(layout_map=layout_map),
+    )
+    print(report, flush=True)
+    worse = plan_of(name).compare(layout_map)
+    return {**figures(report), "worse": worse}
+
+
+def write(results):
+    """Writes the rows, and the page."""
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    theory = {name: row[-2] for name, row in MODELS.items()}
+    TABLE.write_text(compile_for_page.text(results, theory))
 
 
 def main():
-    """Compiles what is asked for and is not done yet, and writes the table."""
+    """Compiles what is asked for and is not done yet, and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--models", nargs="*", default=list(MODELS))
+    add("--models", nargs="*", choices=MODELS)
     add("--targets", nargs="*", default=TARGETS)
-    add("--check", action="store_true", help="compile a third depth")
+    add("--again", action="store_true", help="compile known rows again")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--check", action="store_true", help="a third depth")
+    kind.add_argument("--maps", action="store_true", help="KerasHub's maps")
+    kind.add_argument("--plans", action="store_true", help="only plan again")
     chosen = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in chosen.models:
+    make, suffix = measure, ""
+    if chosen.check:
+        make, suffix = check, "/check"
+    elif chosen.maps:
+        make, suffix = of_map, "/map"
+    for name in chosen.models or (MAPS if chosen.maps else MODELS):
+        predicted = forecast(name) if chosen.plans else None
         for target in chosen.targets:
-            key = f"{name}/{target}"
-            if chosen.check:
-                key += "/check"
-            if key in results:
-                continue
-            if chosen.check:
-                results[key] = check(name, target, CHECKED_DEPTH)
-            else:
-                results[key] = measure(name, target)
-            RESULTS.write_text(json.dumps(results, indent=1))
-            write_table(results)
-    write_table(results)
+            key = f"{name}/{target}{suffix}"
+            if chosen.plans and key in results:
+                results[key]["plan"] = predicted
+            elif not chosen.plans and (chosen.again or key not in results):
+                results[key] = make(name, target)
+            write(results)
+    write(results)
 
 
 if __name__ == "__main__":

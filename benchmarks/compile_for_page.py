@@ -1,0 +1,266 @@
+"""Writes `compile_for.md` from the rows of `compile_for.json`."""
+
+HEAD = """\
+# Train steps compiled for accelerators that are not there
+
+Written by `python benchmarks/compile_for.py` on {dates},
+on 2 shared cores without an accelerator; {versions}.
+Mixed bfloat16, Adam, sparse cross-entropy. Figures are of one device, in the
+program that XLA compiled, by the law of two shallow models, of 2 and 4 layers
+if the notes do not name others. Nothing is run.
+
+## Collectives
+
+In theory a dense block has 4 all-reduces in a step: after attention and after
+the feed-forward network, and of the gradients of their inputs. A layer of
+Whisper is a block of the encoder and one of the decoder, which has two
+attentions. The table and the head are apart: they are part of "the rest". The
+plan's numbers are those of `plan.collectives`, which leaves out the sums of the
+loss over a split vocabulary. On a mesh with several replicas a layer has the
+sums of its gradients too, some of them in one tensor. GiB are of results."""
+
+MEMORY_HEAD = """\
+## Memory and time
+
+The step is a lower limit (a roofline from published peak figures), `waits` the
+share of it in which communication is not hidden, `beside` the number of
+operations that run beside computations. The forecast is `plan.memory`, which is
+the same for both targets."""
+
+LAW_HEAD = """\
+## The law against a third depth
+
+By the law / compiled, and the difference."""
+
+MAPS_HEAD = """\
+## The plan against KerasHub's own layout maps
+
+`get_layout_map` of the backbone in a `ModelParallel`, compiled in the same way.
+The last column counts the variables that `plan.compare` names, by reason."""
+
+# Name of a model, or of a model and a target -> what differs, and why.
+NOTES = {}
+
+
+def text(results, theory):
+    """Returns the page.
+
+    Args:
+        results: Dict of `"model/target"`, `"model/target/check"` or
+            `"model/target/map"` to a row.
+        theory: Dict of model to the all-reduces of a layer.
+    """
+    rows, checks, maps = {}, {}, {}
+    for key, row in results.items():
+        kind = key.rpartition("/")[2]
+        group = {"check": checks, "map": maps}.get(kind, rows)
+        key = key.removesuffix(f"/{kind}") if group is not rows else key
+        group[tuple(key.rsplit("/", 1))] = row
+    # The models in their order, the targets side by side.
+    order = sorted(rows, key=lambda key: (list(theory).index(key[0]), key[1]))
+    rows = {key: rows[key] for key in order}
+    found = [
+        HEAD.format(dates=dates(results), versions=versions(results)),
+        table(COLLECTIVES, [collectives(*i, theory) for i in rows.items()]),
+        "\n".join(f"- {name}: {note}" for name, note in NOTES.items()),
+        MEMORY_HEAD,
+        table(MEMORY, [memory(*item) for item in rows.items()]),
+    ]
+    if checks:
+        pairs = [law(key, rows[key], row) for key, row in checks.items()]
+        found += [LAW_HEAD, table(LAW, pairs)]
+    if maps:
+        pairs = [of_map(key, rows[key], row) for key, row in maps.items()]
+        found += [MAPS_HEAD, table(MAPS, [row for two in pairs for row in two])]
+    return "\n\n".join(part for part in found if part) + "\n"
+
+
+def dates(results):
+    """Returns the days on which the rows were compiled."""
+    return " and ".join(sorted({row["date"] for row in results.values()}))
+
+
+def versions(results):
+    """Returns the versions of the packages that compiled the rows."""
+    found = {}
+    for row in results.values():
+        for package, version in row.get("versions", {}).items():
+            found.setdefault(package, set()).add(version)
+    return ", ".join(f"{k} {' and '.join(sorted(v))}" for k, v in found.items())
+
+
+def table(headings, rows):
+    """Returns a table of Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in lines)
+
+
+def kinds(counts):
+    """Returns counts of collectives as text."""
+    found = [f"{count:g} {kind}" for kind, count in counts.items() if count]
+    return ", ".join(found).replace("_", "-") or "none"
+
+
+def gib(nbytes):
+    """Returns bytes as GiB, with two decimals."""
+    return f"{nbytes / 2**30:.2f}"
+
+
+def sent(row, what="bytes"):
+    """Returns the sum of one figure of all collectives."""
+    return sum(found[what] for found in row["collectives"].values())
+
+
+def place(row):
+    """Returns the mesh, the target and the batch of a row."""
+    length = row["sequence_length"]
+    return (
+        f"{row['mesh']['batch']} x {row['mesh']['model']} {row['target']}",
+        str(row["batch_size"]) + (f" x {length}" if length else ""),
+    )
+
+
+COLLECTIVES = (
+    "model",
+    "mesh",
+    "batch",
+    "of a layer, in theory",
+    "of a layer",
+    "of the rest",
+    "of all, plan",
+    "compiled",
+    "GiB, plan",
+    "compiled",
+)
+
+
+def collectives(key, row, theory):
+    """Returns a row of the table of collectives."""
+    name, counts = key[0], row["collectives"]
+    rest = {
+        kind: found["count"] - row["depth"] * row["per_layer"].get(kind, 0)
+        for kind, found in counts.items()
+    }
+    planned = row["plan"]["collectives"]
+    return (
+        name.partition(",")[0],
+        *place(row),
+        theory[name],
+        kinds(row["per_layer"]),
+        kinds(rest),
+        kinds({kind: count for kind, (count, _) in planned.items()}),
+        kinds({kind: found["count"] for kind, found in counts.items()}),
+        gib(sum(nbytes for _, nbytes in planned.values())),
+        gib(sent(row)),
+    )
+
+
+MEMORY = (
+    "model",
+    "mesh",
+    "arguments + temporaries, GiB",
+    "peak, GiB",
+    "fits",
+    "plan's forecast, GiB",
+    "TFLOPs",
+    "step, ms",
+    "waits",
+    "beside",
+    "attention",
+    "seconds to compile",
+)
+
+
+def memory(key, row):
+    """Returns a row of the table of memory and time."""
+    held = row["memory"]
+    parts = [gib(held[kind]) for kind in ("arguments", "temporaries")]
+    return (
+        key[0].partition(",")[0],
+        place(row)[0],
+        " + ".join(parts),
+        f"{gib(held['peak'])} of {gib(row['memory_limit'])}",
+        "yes" if row["fits"] else "no",
+        gib(row["plan"]["memory"]["total"]),
+        f"{sum(row['flops'].values()) / 1e12:.1f}",
+        f"{1000 * row['seconds']['step']:.0f}",
+        f"{row['communication_share']:.0%}",
+        f"{sent(row, 'beside')} of {sent(row, 'operations')}",
+        row["attention_text"],
+        f"{row['compile_seconds']:.0f}",
+    )
+
+
+LAW = (
+    "model",
+    "target",
+    "layers",
+    "collectives",
+    "MiB sent",
+    "MiB of arguments",
+    "of temporaries",
+    "peak",
+    "TFLOPs",
+)
+
+
+def law(key, row, real):
+    """Returns a row: by the law / compiled, and the difference."""
+
+    def pair(get, unit, digits):
+        left, right = get(row["checked"]) / unit, get(real) / unit
+        return f"{left:{digits}} / {right:{digits}} ({left / right - 1:+.1%})"
+
+    return (
+        *key,
+        real["depth"],
+        pair(lambda r: sent(r, "count"), 1, ".0f"),
+        pair(sent, 2**20, ".1f"),
+        *(
+            pair(lambda r, n=n: r["memory"][n], 2**20, ".0f")
+            for n in ("arguments", "temporaries", "peak")
+        ),
+        pair(lambda r: sum(r["flops"].values()), 1e12, ".3f"),
+    )
+
+
+MAPS = (
+    "model",
+    "mesh",
+    "layouts",
+    "of a layer",
+    "GiB sent",
+    "step, ms",
+    "waits",
+    "arguments + temporaries, GiB",
+    "worse in",
+)
+
+
+def of_map(key, plan, theirs):
+    """Returns two rows: with the plan, and with KerasHub's map."""
+    found = {}
+    for path, message in theirs["worse"]:
+        reason = message.partition(":")[0].partition(";")[0]
+        found.setdefault(reason, []).append(path)
+    worse = ", ".join(f"{len(v)}: {reason}" for reason, v in found.items())
+    return [
+        (
+            key[0],
+            place(row)[0],
+            name,
+            kinds(row["per_layer"]),
+            gib(sent(row)),
+            f"{1000 * row['seconds']['step']:.0f}",
+            f"{row['communication_share']:.0%}",
+            " + ".join(
+                gib(row["memory"][kind])
+                for kind in ("arguments", "temporaries")
+            ),
+            last,
+        )
+        for name, row, last in (
+            ("plan", plan, ""),
+            ("KerasHub", theirs, worse or "none"),
+        )
+    ]
