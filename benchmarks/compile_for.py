@@ -19,12 +19,14 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
 
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import compile_for_page
+import jax
 import keras
 import keras_hub
 
@@ -300,17 +302,25 @@ def check(name, target):
 
 
 def of_map(name, target):
-    """Returns the figures of a model with KerasHub's own layout map."""
+    """Returns the figures of a model with KerasHub's own layout map.
+
+    On GPUs, cuDNN's attention refuses some layouts. Then the model is compiled
+    without it.
+    """
     backbone = getattr(keras_hub.models, MAPS[name])
     layout_map = backbone.get_layout_map(mesh_of(name))
-    report = compiled(
-        name,
-        target,
-        parallel=distribution.ModelParallel(layout_map=layout_map),
-    )
+    parallel = distribution.ModelParallel(layout_map=layout_map)
+    refused = ""
+    try:
+        report = compiled(name, target, parallel=parallel)
+    except jax.errors.JaxRuntimeError as e:
+        (refused,) = re.findall("^ValueError: (.*)", str(e), re.MULTILINE)
+        keras.config.disable_flash_attention()
+        report = compiled(name, target, parallel=parallel)
+        keras.config.enable_flash_attention()
     print(report, flush=True)
     worse = plan_of(name).compare(layout_map)
-    return {**figures(report), "worse": worse}
+    return {**figures(report), "worse": worse, "refused": refused}
 
 
 def write(results):

@@ -41,16 +41,17 @@ The last column counts the variables that `plan.compare` names, by reason."""
 
 # What differs from theory or from the plan, and why; read from the programs.
 NOTES = (
-    "Loss: where the vocabulary is split, 4 all-reduces that the plan leaves "
-    "out: the maximum, the sum of the exponentials and the logit of the label, "
-    "a number for each token, and the sum over all tokens.",
-    "Metric: KerasHub's tasks have an accuracy, which gathers the best class "
-    "of each device: 2 tensors in one operation. Whisper is a plain `Model` "
-    "here, without it.",
-    "The rest: the sum after the lookup of the table, which is of float32, and "
-    "that of the gradient before the head. All else is loss and metric.",
-    "ViT-L/16: the plan leaves the head whole, as 1000 classes are few beside "
-    "24 layers, so nothing is left but the layers.",
+    "Loss: where the head is split, 4 all-reduces that the plan leaves out: "
+    "the maximum, the sum of the exponentials and the logit of the label, a "
+    "number for each token, and the sum over all tokens.",
+    "Metric: KerasHub's tasks have an accuracy. It gathers the best class of "
+    "each device and its logit, if the head is split. Whisper is a plain "
+    "`Model` here, without it.",
+    "The rest of the rest: the sum after the lookup of the table, and that of "
+    "the gradient before the head. On H100 the first is of float32, as the "
+    "plan says, on v5e of bfloat16.",
+    "ViT-L/16, Mixtral 8x7B: the plan leaves the head whole, as it is small "
+    "beside all layers. So neither the loss nor the accuracy communicates.",
     "Gemma 3 12B: 2 of the 6 are gradients of the scales that normalize "
     "queries and keys, 1 KiB each: heads on all devices share them. The plan "
     "has them too.",
@@ -268,11 +269,14 @@ def of_map(key, plan, theirs):
         reason = message.partition(":")[0].partition(";")[0]
         found.setdefault(reason, []).append(path)
     worse = ", ".join(f"{len(v)}: {reason}" for reason, v in found.items())
+    name = "KerasHub"
+    if theirs["refused"]:
+        name += f"; without cuDNN's attention, which says: {theirs['refused']}"
     return [
         (
             key[0],
             place(row)[0],
-            name,
+            layouts,
             kinds(row["per_layer"]),
             gib(sent(row)),
             f"{1000 * row['seconds']['step']:.0f}",
@@ -283,8 +287,8 @@ def of_map(key, plan, theirs):
             ),
             last,
         )
-        for name, row, last in (
+        for layouts, row, last in (
             ("plan", plan, ""),
-            ("KerasHub", theirs, worse or "none"),
+            (name, theirs, worse or "none"),
         )
     ]
