@@ -307,28 +307,49 @@ def of_map(name, target):
     """Returns the figures of a model with KerasHub's own layout map.
 
     On GPUs, cuDNN's attention refuses some layouts. Then the model is compiled
-    without it.
+    without it, and `alike` has the figures of the plan without it.
     """
     backbone = getattr(keras_hub.models, MAPS[name])
     layout_map = backbone.get_layout_map(mesh_of(name))
     parallel = distribution.ModelParallel(layout_map=layout_map)
-    refused = ""
+    refusal, more = "", {}
     try:
         report = compiled(name, target, parallel=parallel)
     except jax.errors.JaxRuntimeError as e:
-        (refused,) = re.findall("^ValueError: (.*)", str(e), re.MULTILINE)
-        # `keras.config.disable_flash_attention` is for Keras's own layers.
-        with mock.patch.object(
-            keras_nn, "_can_use_flash_attention", return_value=False
-        ):
+        (refusal,) = re.findall("^ValueError: (.*)", str(e), re.MULTILINE)
+        with without_flash_attention():
             report = compiled(name, target, parallel=parallel)
+        more["alike"] = alike(name, target)
     print(report, flush=True)
     worse = plan_of(name).compare(layout_map)
-    return {**figures(report), "worse": worse, "refused": refused}
+    return {**figures(report), "worse": worse, "refused": refusal, **more}
 
 
-def write(results):
-    """Writes the rows, and the page."""
+def alike(name, target):
+    """Returns the figures of a model with its plan, without flash attention."""
+    with without_flash_attention():
+        return figures(compiled(name, target))
+
+
+def without_flash_attention():
+    """Context in which attention is matmuls and a softmax.
+
+    `keras.config.disable_flash_attention` is for Keras's own layers only.
+    """
+    return mock.patch.object(
+        keras_nn, "_can_use_flash_attention", return_value=False
+    )
+
+
+def read():
+    """Returns the rows that are there, by key."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def write(row):
+    """Writes the rows with another one, a dict of its key, and the page."""
+    # Another run may have added rows meanwhile.
+    results = {**read(), **row}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     theory = {name: row[-2] for name, row in MODELS.items()}
     TABLE.write_text(compile_for_page.text(results, theory))
@@ -346,7 +367,6 @@ def main():
     kind.add_argument("--maps", action="store_true", help="KerasHub's maps")
     kind.add_argument("--plans", action="store_true", help="only plan again")
     chosen = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     make, suffix = measure, ""
     if chosen.check:
         make, suffix = check, "/check"
@@ -356,12 +376,12 @@ def main():
         predicted = forecast(name) if chosen.plans else None
         for target in chosen.targets:
             key = f"{name}/{target}{suffix}"
-            if chosen.plans and key in results:
-                results[key]["plan"] = predicted
-            elif not chosen.plans and (chosen.again or key not in results):
-                results[key] = make(name, target)
-            write(results)
-    write(results)
+            known = read().get(key)
+            if chosen.plans and known:
+                write({key: {**known, "plan": predicted}})
+            elif not chosen.plans and (chosen.again or not known):
+                write({key: make(name, target)})
+    write({})
 
 
 if __name__ == "__main__":

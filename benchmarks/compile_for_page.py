@@ -37,7 +37,10 @@ MAPS_HEAD = """\
 ## The plan against KerasHub's own layout maps
 
 `get_layout_map` of the backbone in a `ModelParallel`, compiled in the same way.
-The last column counts the variables that `plan.compare` names, by reason."""
+The last column counts the variables that `plan.compare` names, by reason. On
+H100, cuDNN's attention refuses a map that splits queries, keys and values in
+another way ("Query, key and value should have same sharding"), so a step of
+`fit` is an error there; attention is matmuls and a softmax instead."""
 
 # What differs from theory or from the plan, and why; read from the programs.
 NOTES = (
@@ -263,15 +266,18 @@ MAPS = (
 
 
 def of_map(key, plan, theirs):
-    """Returns two rows: with the plan, and with KerasHub's map."""
+    """Returns rows of a model: with the plan, and with KerasHub's map."""
     found = {}
     for path, message in theirs["worse"]:
         reason = message.partition(":")[0].partition(";")[0]
         found.setdefault(reason, []).append(path)
     worse = ", ".join(f"{len(v)}: {reason}" for reason, v in found.items())
-    name = "KerasHub"
+    rows = {"plan": plan}
+    without = ""
     if theirs["refused"]:
-        name += f"; without cuDNN's attention, which says: {theirs['refused']}"
+        without = ", without cuDNN's attention"
+        rows[f"plan{without}"] = theirs["alike"]
+    rows[f"KerasHub{without}"] = theirs
     return [
         (
             key[0],
@@ -285,10 +291,7 @@ def of_map(key, plan, theirs):
                 gib(row["memory"][kind])
                 for kind in ("arguments", "temporaries")
             ),
-            last,
+            (worse or "none") if row is theirs else "",
         )
-        for layouts, row, last in (
-            ("plan", plan, ""),
-            (name, theirs, worse or "none"),
-        )
+        for layouts, row in rows.items()
     ]
