@@ -24,25 +24,6 @@ SLOTS = {
     "sgd_momentum": 1,
 }
 
-# Operations whose inputs or outputs the backward pass needs.
-_KEEPS_INPUTS = {
-    "Einsum",
-    "Matmul",
-    "Conv",
-    "ConvTranspose",
-    "DepthwiseConv",
-    "SeparableConv",
-    "Multiply",
-    "LayerNorm",
-    "RMSNorm",
-    "BatchNorm",
-    "Gelu",
-    "Silu",
-    "Square",
-    "DotProductAttention",
-}
-_KEEPS_OUTPUTS = {"Softmax", "Relu", "ReLU", "Sigmoid", "Tanh", "Exp", "Rsqrt"}
-
 
 class Size(
     collections.namedtuple(
@@ -89,9 +70,21 @@ def size_of(value, graph):
     of the batch is one, if there are any; else the first that it divides has it
     as a factor.
     """
-    coefficient = item_bytes(value.dtype)
+    dims = [(value, i) for i in range(value.ndim)]
+    return size_of_dims(dims, item_bytes(value.dtype), graph)
+
+
+def size_of_dims(dims, coefficient, graph):
+    """Returns the `Size` of a tensor with dims of `Value`s; see `size_of`.
+
+    Args:
+        dims: List of pairs of a `Value` and the index of its dim.
+        coefficient: Int, bytes of one element.
+        graph: `Graph`.
+    """
     batch = length = offset = added = 0
-    for i, size in enumerate(value.shape):
+    sizes = [value.shape[i] for value, i in dims]
+    for (value, i), size in zip(dims, sizes):
         times, rest = graph.lengths.get((value.index, i), (0, 0))
         if times:
             length, offset = length + 1, rest / times
@@ -102,7 +95,7 @@ def size_of(value, graph):
             batch, added = batch + 1, rest / times
             coefficient *= times
             continue
-        is_factor = not batch and graph.batch not in value.shape
+        is_factor = not batch and graph.batch not in sizes
         if size == graph.batch or (
             is_factor and size and size % graph.batch == 0
         ):
@@ -129,36 +122,3 @@ def item_bytes(dtype):
         # Strings stay on the host.
         return 0
     return max(dtype_size(dtype) // 8, 1)
-
-
-def kept_activations(graph, split_dim, count):
-    """Estimates the bytes that the forward pass keeps for the backward pass.
-
-    Counts once each activation that the gradients of products, normalizations
-    and nonlinear functions need. A compiler may keep or recompute others.
-
-    Args:
-        graph: `Graph`.
-        split_dim: Function of a `Value` that returns its split dim, or `None`.
-        count: Int, number of devices along the axis that splits variables.
-
-    Returns:
-        List of `Size` in bytes on one device, one for each way to grow.
-    """
-    kept = {}
-    for step in graph.steps:
-        if step.kind in _KEEPS_INPUTS or step.is_leaf:
-            kept.update({v.index: v for v in step.inputs})
-        if step.kind in _KEEPS_OUTPUTS or step.is_leaf:
-            kept.update({v.index: v for v in step.outputs})
-    total = collections.Counter()
-    for value in kept.values():
-        if value.kind in ("variable", "constant"):
-            continue
-        coefficient, *growth = size_of(value, graph)
-        if growth[0] == 0:
-            # A value without a batch dim depends on no input.
-            continue
-        share = 1 if split_dim(value) is None else count
-        total[tuple(growth)] += coefficient // share
-    return [Size(total[key], *key) for key in sorted(total)]

@@ -1,5 +1,3 @@
-import types
-
 import pytest
 
 from keras_tp.distribution.planning import cost
@@ -65,27 +63,3 @@ def test_an_example_that_is_added_to_each_batch():
 def test_bytes_of_elements():
     dtypes = ("float32", "bfloat16", "bool", "string")
     assert [cost.item_bytes(name) for name in dtypes] == [4, 2, 1, 0]
-
-
-def test_activations_are_kept_once_and_split_ones_in_part():
-    graph = Graph("net", 3, 5)
-    x, kernel, h = (
-        graph.new_value(kind, shape, "float32")
-        for kind, shape in (
-            ("input", (3, 4)),
-            ("variable", (4, 8)),
-            ("result", (3, 8)),
-        )
-    )
-    graph.steps = [
-        types.SimpleNamespace(
-            kind=kind, is_leaf=False, inputs=inputs, outputs=outputs
-        )
-        for kind, inputs, outputs in (
-            ("Matmul", [x, kernel], [h]),
-            ("Relu", [h], [h]),
-            ("Add", [h, h], [h]),
-        )
-    ]
-    kept = cost.kept_activations(graph, {h: 1, x: None}.get, 2)
-    assert kept == [cost.Size(4 * 4 + 8 * 4 // 2, 1, 0)]

@@ -272,5 +272,5 @@ def _reading(step, whole_of):
     )
     return Step(
         *(step.operation, args, kwargs, step.outputs, step.path),
-        *(step.is_leaf, step.variables),
+        *(step.is_leaf, step.variables, step.again),
     )

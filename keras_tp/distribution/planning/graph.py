@@ -61,10 +61,20 @@ class Step:
         path: String, path of the innermost layer around it.
         is_leaf: Boolean. Whether the step is a layer.
         variables: List of `Value`, the variables of a leaf.
+        again: Int, the same for all steps that rematerialization computes again
+            at a time. Defaults to `None`: the step is not computed again.
     """
 
     def __init__(
-        self, operation, args, kwargs, outputs, path, is_leaf, variables
+        self,
+        operation,
+        args,
+        kwargs,
+        outputs,
+        path,
+        is_leaf,
+        variables,
+        again=None,
     ):
         self.operation = operation
         self.args = args
@@ -73,6 +83,7 @@ class Step:
         self.path = path
         self.is_leaf = is_leaf
         self.variables = variables
+        self.again = again
         self.inputs = values_in((args, kwargs))
 
     @property
@@ -110,6 +121,10 @@ class Graph:
             layer that has no layers inside: the `Value` that it returned, and
             the number of steps before that.
         returned: Set of the indices of all `Value`s that a layer returned.
+        dropped: List of the `Value`s of which `Dropout` drops numbers. The
+            trace, which trains nothing, has no step for it.
+        is_again: Boolean. Whether rematerialization computes all of the model
+            again.
     """
 
     def __init__(self, name, batch, length):
@@ -125,6 +140,8 @@ class Graph:
         self.leaves = {}
         self.layer_outputs = []
         self.returned = set()
+        self.dropped = []
+        self.is_again = False
 
     @functools.cached_property
     def lengths(self):

@@ -4,6 +4,7 @@ import collections
 import re
 import warnings
 
+from keras_tp.distribution.planning import activations
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning import fully_sharded
 from keras_tp.distribution.planning import rules_math  # noqa: F401
@@ -130,7 +131,12 @@ def plan_graph(
             )
             for r in solution.reductions
         ],
-        activations=cost.kept_activations(graph, split_dim, count),
+        activations=activations.kept(
+            graph,
+            split_dim,
+            count,
+            [r.tensor for r in solution.reductions if not r.backward],
+        ),
         split_outputs=[
             cost.size_of(value, graph)
             for value in graph.outputs

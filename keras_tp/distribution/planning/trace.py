@@ -19,6 +19,7 @@ from keras.src.layers.layer import Layer
 from keras.src.ops.operation import Operation
 
 from keras_tp.distribution import derived_variables
+from keras_tp.distribution.planning import again
 from keras_tp.distribution.planning import graph as graph_lib
 from keras_tp.distribution.planning import model_inputs as inputs_lib
 from keras_tp.distribution.planning import rules
@@ -279,6 +280,8 @@ class _Tracer:
         if value is None:
             return
         self.graph.returned.add(value.index)
+        if isinstance(layer, keras.layers.Dropout) and layer.rate:
+            self.graph.dropped.append(value)
         if not layer._layers:
             position = len(self.graph.steps)
             self.graph.layer_outputs.append((self.path(), position, value))
@@ -298,6 +301,7 @@ class _Tracer:
                 with failure:
                     outputs = layer.call(*args, **kwargs)
                     self.note_output(layer, outputs)
+                    again.note(self.graph, layer, outputs, steps)
                     return outputs
                 del self.graph.steps[steps:]
                 del self.graph.layer_outputs[returned:]
@@ -306,6 +310,7 @@ class _Tracer:
             with self.real_variables(layer), self.unhooked():
                 outputs = _output_spec(layer, args, kwargs)
             self.record(layer, args, kwargs, outputs, layer)
+            again.note(self.graph, layer, outputs, steps)
             return outputs
         finally:
             self.around.pop()
