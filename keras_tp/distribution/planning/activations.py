@@ -291,15 +291,27 @@ class _Stored:
 
     def _roots(self, value):
         """Returns the values that are stored, from which a value follows."""
-        step = self._made_by.get(value.index)
+        found, left, seen = [], [value], set()
+        while left:
+            value = left.pop()
+            if value.index in seen:
+                continue
+            seen.add(value.index)
+            step = self._made_by.get(value.index)
+            inputs = self._repeated(value, step)
+            left += inputs
+            if not inputs:
+                found.append(value)
+        return found
+
+    def _repeated(self, value, step):
+        """Returns from what a value is computed again, or an empty list."""
         if value.index in self._values or step is None:
-            return [value]
+            return []
         inputs = [x for x in step.inputs if self._grows(x)]
         # The stream of residual blocks is read by the next one, too.
         is_stream = len(self._read_by[value.index]) > 1 and len(inputs) > 1
-        if not attention.is_again(step) or is_stream:
-            return [value]
-        return [root for x in inputs for root in self._roots(x)]
+        return inputs if attention.is_again(step) and not is_stream else []
 
     def _is_stored(self, value):
         """Returns whether a value is stored if the backward pass needs it.

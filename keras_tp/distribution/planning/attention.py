@@ -22,6 +22,8 @@ _FLOAT32 = 4
 # Of cuDNN's kernel on H100.
 _LARGEST_HEAD = 256
 _MULTIPLE_OF_HEAD = 8
+# Between the product of queries and keys and the softmax.
+_MOST_STEPS = 8
 
 
 class Scores(collections.namedtuple("Scores", "inside dims value step nbytes")):
@@ -102,7 +104,7 @@ def _has_kernel(operand, lengths, dtype, graph):
     )
 
 
-def _before(value, made_by, learns):
+def _before(value, made_by, learns, most=_MOST_STEPS):
     """Follows scores back to the product of queries and keys.
 
     Returns:
@@ -115,12 +117,12 @@ def _before(value, made_by, learns):
     if step.kind in PRODUCTS:
         is_weighted = any(x.kind == VARIABLE for x in step.inputs)
         return {value.index}, None if is_weighted else step, False
-    if not is_again(step):
+    if not (most and is_again(step)):
         return set(), None, False
     learned = [x for x in step.inputs if x.index in learns]
     for x in learned:
         if math.prod(x.shape) == math.prod(value.shape):
-            inside, product, biased = _before(x, made_by, learns)
+            inside, product, biased = _before(x, made_by, learns, most - 1)
             if product is not None:
                 biased = biased or len(learned) > 1
                 return inside | {value.index}, product, biased
