@@ -46,7 +46,7 @@ _COMPARED_AT = 1, 1024
 _AFTER = -1
 
 
-def kept(graph, split_dim, count, sums=()):
+def kept(graph, split_dim, count, sums=(), gathered=()):
     """Estimates the bytes that the forward pass keeps for the backward pass.
 
     They include the logits, the kernels in the compute dtype, and the gradients
@@ -59,6 +59,8 @@ def kept(graph, split_dim, count, sums=()):
         count: Int, number of devices along the axis that splits variables.
         sums: Iterable of `Value`, the sums over the devices in the forward
             pass. Rematerialization does not repeat them. Defaults to `()`.
+        gathered: Collection of the paths of variables that the backward pass
+            gathers again, so it stores no copies. Defaults to `()`.
 
     Returns:
         List of `Size` in bytes on one device, one for each way to grow.
@@ -67,7 +69,7 @@ def kept(graph, split_dim, count, sums=()):
     for step in graph.steps:
         if step.kind in _STORES_INPUTS:
             stored.add(stored.factors(step))
-            stored.add_copies(step)
+            stored.add_copies(step, gathered)
         elif step.is_leaf and step.kind != _SOFTMAX:
             stored.add([*step.inputs, *step.outputs])
     for step in graph.steps:
@@ -161,14 +163,15 @@ class _Stored:
                 roots = {value.index: value}
             self._values.update(roots)
 
-    def add_copies(self, step):
+    def add_copies(self, step, gathered):
         """Stores the variables that a product casts to the compute dtype."""
         item = self._item(step.outputs[0])
         for value in step.inputs:
             variable = self._variable_of(value)
-            if variable is None or (variable.index, step.again) in self._copied:
+            if variable is None or variable.path in gathered:
                 continue
-            if cost.item_bytes(variable.dtype) > item:
+            is_known = (variable.index, step.again) in self._copied
+            if cost.item_bytes(variable.dtype) > item and not is_known:
                 self._copied.add((variable.index, step.again))
                 size = cost.Size(math.prod(variable.shape) * item, 0, 0)
                 again = self._again_of(step)

@@ -68,6 +68,23 @@ def test_kernels_that_are_not_cast():
     assert kept(feed_forward(None), "float32") == ends + 2 * HIDDEN
 
 
+def test_kernels_that_the_backward_pass_gathers_again():
+    devices = [f"cpu:{i}" for i in range(4)]
+    names = ["batch", "model"]
+    mesh = keras.distribution.DeviceMesh((2, 2), names, devices)
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        plans = [
+            plan_sharding(feed_forward(None), mesh, fully_shard=is_sharded)
+            for is_sharded in (False, True)
+        ]
+    finally:
+        keras.config.set_dtype_policy("float32")
+    plain, sharded = (plan.memory(BATCH)["activations"] for plan in plans)
+    # The backward pass needs the kernel of the first layer for nothing.
+    assert plain - sharded == 4 * WIDTH**2 * HALF // COUNT
+
+
 def test_dropout_keeps_a_byte_of_each_number():
     dropped = kept(feed_forward(None, rate=0.5)) - kept(feed_forward(None))
     assert dropped == HIDDEN // HALF

@@ -136,6 +136,7 @@ def plan_graph(
             split_dim,
             count,
             [r.tensor for r in solution.reductions if not r.backward],
+            {row.path for row in variables if row.gathered_again},
         ),
         split_outputs=[
             cost.size_of(value, graph)
