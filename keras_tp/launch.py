@@ -71,7 +71,13 @@ def main(argv=None):
     problem = _problem(options) or _other_backend(options.script)
     if problem:
         parser.error(problem)
-    _take_backend_of(options.script, argv)
+    chosen = _backend_to_take(options.script)
+    if chosen and argv is not None:
+        parser.error(
+            f"set {script_backend.VARIABLE}={chosen} before Python runs"
+        )
+    if chosen:
+        _start_again(chosen)
     plan = supervisor.Plan(
         options.devices,
         options.processes,
@@ -135,14 +141,18 @@ def _other_backend(script):
     return None
 
 
-def _take_backend_of(script, argv):
-    """Starts again with the backend of the script, if Keras has another."""
-    name = script_backend.VARIABLE
+def _backend_to_take(script):
+    """Returns the backend of a script if Keras has another one, or `None`."""
     chosen, _ = script_backend.chosen_by(script)
-    if chosen and name not in os.environ and chosen != keras.config.backend():
-        argv = sys.argv[1:] if argv is None else argv
-        command = [sys.executable, "-m", "keras_tp.launch", *argv]
-        os.execve(sys.executable, command, {**os.environ, name: chosen})
+    is_given = script_backend.VARIABLE in os.environ
+    return None if is_given or chosen == keras.config.backend() else chosen
+
+
+def _start_again(chosen):
+    """Replaces this process by one that imports Keras with a backend."""
+    command = [sys.executable, "-m", "keras_tp.launch", *sys.argv[1:]]
+    environment = {**os.environ, script_backend.VARIABLE: chosen}
+    os.execve(sys.executable, command, environment)
 
 
 def _multiples(count):
