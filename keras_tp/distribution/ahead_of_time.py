@@ -99,7 +99,8 @@ def compile_for(
             Defaults to `None`: like the outputs, without their last dim for a
             sparse loss.
         depth: Int, the number of layers to report, for a function that takes
-            one. Defaults to `None`.
+            one. What is planned here is split as in a model of that depth.
+            Defaults to `None`.
         compiled_depths: Pair of ints, the numbers of layers to compile.
             Defaults to `(2, 4)`.
 
