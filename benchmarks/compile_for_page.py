@@ -25,8 +25,9 @@ MEMORY_HEAD = """\
 
 The step is a lower limit (a roofline from published peak figures), `waits` the
 share of it in which communication is not hidden, `beside` the number of
-operations that run beside computations. The forecast is `plan.memory`, which is
-the same for both targets. Other work ran beside the compilers."""
+operations that run beside computations. The forecast is `plan.memory` with all
+gradients, most of which these programs make after their peak; it is the same
+for both targets. Other work ran beside the compilers."""
 
 LAW_HEAD = """\
 ## The law against a third depth
