@@ -63,8 +63,9 @@ NOTES = (
     "The rest of the rest: the sum after the lookup of the table, and that of "
     "the gradient before the head. On H100 the first is of float32, as the "
     "plan says, on v5e of bfloat16.",
-    "GPT-2 on v5e: one operation more, with 2 tensors of 64 bytes of unsigned "
-    "integers, as random keys have; GPT-2 is the one model with dropout.",
+    "GPT-2 on v5e: one operation more, with 2 tensors of 64 bytes: counters of "
+    "the random numbers of dropout, one for each example. It is the one model "
+    "with dropout.",
     "ViT-L/16, Mixtral 8x7B: the plan leaves the head whole, as it is small "
     "beside all layers. So neither the loss nor the accuracy communicates.",
     "Gemma 3 12B: 2 of the 6 are gradients of the scales that normalize "
