@@ -140,11 +140,8 @@ class ShardingPlan:
     ):
         """Predicts the bytes on one device in a training step.
 
-        Parameters, gradients and slots are exact, except for the few scalars
-        of the optimizer. Activations are an estimate of what a step holds
-        besides when its backward pass begins: what the forward pass keeps,
-        kernels in the compute dtype, logits and gradients of tables. It follows
-        programs of XLA for GPUs, and what `keras.RematScope` computes again.
+        Parameters, gradients and slots are exact but for scalars. Activations
+        are an estimate of what else a program of XLA for GPUs holds at its peak.
 
         Args:
             batch_size: Int, the global batch size.
