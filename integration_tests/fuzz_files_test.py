@@ -24,6 +24,14 @@ def test_no_damage_changes_a_value(kind):
     assert outcomes["refused"] > count / 4
 
 
+@pytest.mark.parametrize("kind", ["weights", "parts", "model", "folder"])
+def test_no_damage_changes_a_value_that_is_read_in_parts(kind, copied):
+    count = 1000 if SLOW else 15
+    outcomes, defects = fuzz_files.search(kind, seed=4, count=count)
+    assert not defects
+    assert sum(outcomes.values()) == count
+
+
 @pytest.mark.parametrize("kind", fuzz_kills.NAMES)
 def test_no_kill_loses_a_save(kind):
     backend = keras.config.backend()
