@@ -141,7 +141,7 @@ class ShardingPlan:
         """Predicts the bytes on one device in a training step.
 
         Parameters, gradients and slots are exact but for scalars. Activations
-        are an estimate of what else a program of XLA for GPUs holds at its peak.
+        estimate what else a program of XLA for GPUs holds at its peak.
 
         Args:
             batch_size: Int, the global batch size.
