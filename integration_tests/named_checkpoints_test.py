@@ -105,6 +105,21 @@ def test_models(shape, path):
         )
 
 
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_a_model_that_was_saved_before_its_first_step(name, path):
+    x, y = data()
+    with under(SHAPES[0]):
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(4)])
+        model.compile(name, "mse")
+        model.optimizer.learning_rate = 0.03
+        model.save(path)
+        expected = [model.train_on_batch(x, y) for _ in range(2)]
+        # Loading has set the random state of the save.
+        loaded = keras.saving.load_model(path)
+        found = [loaded.train_on_batch(x, y) for _ in range(2)]
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_a_model_is_made_under_the_current_distribution(path):
     x, _ = data()
     with under(SHAPES[0]):

@@ -31,11 +31,13 @@ _PLAIN = [
 ]
 # Path of what Keras does not save: counters of random seeds, and metrics.
 REST = "state"
+# Path of the optimizer's variables.
+_OPTIMIZER = "optimizer/"
 # Path of files, such as vocabularies. No attribute of a model has this name.
 ASSETS = "@assets"
 
 
-def state_of(model, folder=None):
+def state_of(model, folder=None, is_new=False):
     """Returns the state of a model, under the names that Keras gives it.
 
     A collective if a layer saves values that are not its variables.
@@ -44,6 +46,9 @@ def state_of(model, folder=None):
         model: Built `keras.Model`.
         folder: `CheckpointFolder` that is loaded. Its names have to be the
             same. Defaults to `None`.
+        is_new: Boolean, whether the model was made of the config in the folder.
+            If that was saved before the first step, it has no slots. Defaults
+            to `False`.
 
     Returns:
         List with, for each tensor: its name, the variable or the array, and
@@ -69,7 +74,15 @@ def state_of(model, folder=None):
             name = f"{REST}/{role}/{counts[role]}"
             found.append((name, variable, None))
             counts[role] += 1
-    return found if folder is None else _fitting(found, folder, model)
+    if folder is None:
+        return found
+    if is_new:
+        found = [
+            row
+            for row in found
+            if row[0] in folder.tensors or not row[0].startswith(_OPTIMIZER)
+        ]
+    return _fitting(found, folder, model)
 
 
 def parts_of(model):
@@ -127,7 +140,7 @@ def _fitting(state, folder, model):
     # predicts has no optimizer.
     optional = [f"{REST}/{variable_origin.METRIC}/"]
     if getattr(model, "optimizer", None) is None:
-        optional.append("optimizer/")
+        optional.append(_OPTIMIZER)
     left_out = tuple(
         path
         for path in optional

@@ -204,14 +204,14 @@ def load_model(path, custom_objects=None, compile=True, safe_mode=True):
         folder, custom_objects, compile, safe_mode
     )
     _check_built(model, "loaded")
-    _load(folder, model)
+    _load(folder, model, is_new=True)
     all_processes.run(
         lambda: checkpoint_models.load_assets(folder, model), _READ
     )
     return model
 
 
-def _load(folder, model):
+def _load(folder, model, is_new=False):
     """Loads a model's state, after all that is read was compared."""
     lib, state = backend.load("distribution_lib"), []
 
@@ -226,7 +226,7 @@ def _load(folder, model):
 
     with timeouts.longer():
         checkpoint_state.build_optimizer(model, folder)
-        state = checkpoint_state.state_of(model, folder)
+        state = checkpoint_state.state_of(model, folder, is_new)
         share = all_processes.share_of(folder.index)
         all_processes.run(check, _READ)
         for name, value, owner in state:
