@@ -215,7 +215,7 @@ def measure(name, mode):
 
 
 def estimate(name, mode, depth):
-    """Returns what the plan says, in bytes."""
+    """Returns the plan's estimate of activations, in bytes."""
     case = CASES[name]
     plan = distribution.plan_sharding(
         functools.partial(build, name, mode, depth), mesh_of(name), case.inputs
@@ -268,7 +268,7 @@ def write_table(results):
     """Writes `activations.md` from the rows of `activations.json`."""
     dates = sorted({row["date"] for row in results.values()})
     text = [
-        "# Activations: what a plan says, and what programs for H100 hold",
+        "# Activations: a plan's estimate and the memory of programs for H100",
         "",
         "Written by `python benchmarks/activations.py`; the programs were",
         f"compiled on {' and '.join(dates)}, with keras 3.15.1, keras-hub",
@@ -292,7 +292,7 @@ def write_table(results):
 
 
 def main():
-    """Compiles what is asked for and is not done yet, and writes the table."""
+    """Compiles the chosen rows that are missing, and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=list(CASES))
     parser.add_argument("--modes", nargs="*", default=["none", "blocks"])

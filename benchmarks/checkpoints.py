@@ -2,8 +2,9 @@
 
 The model has `--layers` kernels of 32 MiB each, all split over the devices. A
 process saves and loads it as a sharded checkpoint and as a `.weights.h5` file,
-in turns, and with `--models` as a `.keras` file, of which it makes a new model,
-too. Printed for each, of the process with the largest figure:
+in turns. With `--models` it also saves and loads a `.keras` file, and makes new
+models with `load_model`. Printed for each, of the process with the largest
+figure:
 
     peak   MiB by which the resident memory grew
     read   MiB that the process read from files with system calls (`rchar` of

@@ -17,7 +17,7 @@ In theory a dense block has 4 all-reduces in a step: after attention and after
 the feed-forward network, and of the gradients of their inputs. A layer of
 Whisper is a block of the encoder and one of the decoder, which has two
 attentions. The table and the head are apart: they are part of "the rest". The
-plan's numbers are those of `plan.collectives`, which leaves out the loss and
+plan's numbers are those of `plan.collectives`, without the loss and the
 metrics. GiB are of results."""
 
 MEMORY_HEAD = """\
@@ -60,8 +60,8 @@ NOTES = (
     "Metric: KerasHub's tasks have an accuracy. It gathers the best class of "
     "each device and its logit, if the head is split. Whisper is a plain "
     "`Model` here, without it.",
-    "The rest of the rest: the sum after the lookup of the table, and that of "
-    "the gradient before the head. On H100 the first is of float32, as the "
+    "Otherwise the rest is the sum after the lookup of the table, and the sum "
+    "of the gradient before the head. On H100 the first is of float32, as the "
     "plan says, on v5e of bfloat16.",
     "GPT-2 on v5e: one operation more, with 2 tensors of 64 bytes: counters of "
     "the random numbers of dropout, one for each example. It is the one model "
@@ -74,9 +74,10 @@ NOTES = (
     "Mixtral 8x7B: the fifth is the gradient of the weights of the experts, 2 "
     "numbers for each token. The program adds up the experts in float32, the "
     "plan counts bfloat16: 128 MiB more in each layer.",
-    "Whisper medium: the gradients of the encoder's output, from all layers of "
-    "the decoder, are added up before one all-reduce. It is in the rest, as is "
-    "that of a convolution. Theory and the plan say the same.",
+    "Whisper medium: each layer of the decoder has a gradient of the encoder's "
+    "output. They are added up, and one all-reduce sums the result over the "
+    "devices. It is part of the rest, and so is that of a convolution. Theory "
+    "and the plan say the same.",
     "Llama 3 70B on 8 x 8: 5 of the 9 add up gradients over the replicas, some "
     "of them in one tensor. The plan counts a tensor for each of the 9 "
     "variables of a layer, in float32, where the program sends bfloat16.",

@@ -214,8 +214,8 @@ def test_processes_with_other_files_are_refused(name, tmp_path, copied):
 
 
 class Subclassed(keras.Model):
-    def __init__(self):
-        super().__init__()
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
         self.up = layers.Dense(64, name="up")
         self.down = layers.Dense(8, name="down")
 
@@ -227,16 +227,17 @@ def without_an_input():
     return keras.Sequential([layers.Dense(64), layers.Dense(8)])
 
 
+@pytest.mark.parametrize("name", ["m.weights.h5", "m.keras"])
 @pytest.mark.parametrize("make", [Subclassed, without_an_input])
-def test_models_without_an_input_after_the_scope(make, tmp_path, copied):
+def test_models_without_an_input_after_the_scope(make, name, tmp_path, copied):
     x = np.ones((4, 16), "float32")
     plain = make()
     plain(x)
-    write(plain, tmp_path / "m.weights.h5")
+    write(plain, tmp_path / name)
     with under():
         model = make()
         model.predict(x, verbose=0)
-    model.load_weights(tmp_path / "m.weights.h5")
+    model.load_weights(tmp_path / name)
     whole = [weight.nbytes for weight in plain.get_weights()]
     assert 0 < max(copied) < max(whole)
     for new, value in zip(
@@ -398,3 +399,23 @@ def test_tensorflow_is_not_imported_to_save_a_model(tmp_path):
         text=True,
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("make", [Subclassed, without_an_input])
+def test_new_models_without_an_input_work_after_the_scope(make, tmp_path):
+    x = np.ones((4, 16), "float32")
+    plain = make()
+    expected = plain.predict(x, verbose=0)
+    write(plain, tmp_path / "m.keras")
+    with under():
+        model = keras.saving.load_model(
+            tmp_path / "m.keras", {"Subclassed": Subclassed}
+        )
+    found = model.predict(x, verbose=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    model.compile("sgd", "mse")
+    assert np.isfinite(model.train_on_batch(x, expected))
+    # A call of one's own.
+    found = keras.ops.convert_to_numpy(model(x))
+    expected = model.predict(x, verbose=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

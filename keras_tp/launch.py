@@ -68,16 +68,17 @@ def main(argv=None):
     add("script", help="Python file to run")
     add("args", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(argv)
-    problem = _problem(options) or _other_backend(options.script)
+    choice = script_backend.chosen_by(options.script)
+    problem = _problem(options) or _other_backend(options.script, choice)
     if problem:
         parser.error(problem)
-    chosen = _backend_to_take(options.script)
-    if chosen and argv is not None:
-        parser.error(
-            f"set {script_backend.VARIABLE}={chosen} before Python runs"
-        )
-    if chosen:
-        _start_again(chosen)
+    if _is_to_take(choice):
+        if argv is not None:
+            parser.error(
+                f"set {script_backend.VARIABLE}={choice.backend} before "
+                "Python runs"
+            )
+        _start_again(choice.backend)
     plan = supervisor.Plan(
         options.devices,
         options.processes,
@@ -124,15 +125,14 @@ def _problem(options):
     return None
 
 
-def _other_backend(script):
+def _other_backend(script, choice):
     """Returns an error if a script and the environment differ, or `None`.
 
     Keras is imported before the script runs.
     """
-    name = script_backend.VARIABLE
-    chosen, replaces = script_backend.chosen_by(script)
+    name, chosen = script_backend.VARIABLE, choice.backend
     held = os.environ.get(name)
-    if replaces and held and held != chosen:
+    if choice.replaces and held and held != chosen:
         return (
             f"{script} sets {name} to {chosen!r}, but the environment says "
             f"{held!r}. Remove one of them, or use "
@@ -141,11 +141,14 @@ def _other_backend(script):
     return None
 
 
-def _backend_to_take(script):
-    """Returns the backend of a script if Keras has another one, or `None`."""
-    chosen, _ = script_backend.chosen_by(script)
-    is_given = script_backend.VARIABLE in os.environ
-    return None if is_given or chosen == keras.config.backend() else chosen
+def _is_to_take(choice):
+    """Returns whether a script's backend is not the one that Keras has."""
+    is_given = os.environ.get(script_backend.VARIABLE)
+    return (
+        not is_given
+        and choice.backend is not None
+        and choice.backend != keras.config.backend()
+    )
 
 
 def _start_again(chosen):

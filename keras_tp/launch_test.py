@@ -35,7 +35,11 @@ CHOICES = {
     'os.environ["KERAS_BACKEND"] = "torch"': ("torch", True),
     'environ["KERAS_BACKEND"] = "jax"': ("jax", True),
     'os.environ.setdefault("KERAS_BACKEND", "jax")': ("jax", False),
-    "if 1:\n    os.environ['KERAS_BACKEND'] = 'jax'": ("jax", True),
+    "if 'KERAS_BACKEND' not in os.environ:\n"
+    "    os.environ['KERAS_BACKEND'] = 'jax'": ("jax", False),
+    # These may not run.
+    "if args.jax:\n    os.environ['KERAS_BACKEND'] = 'jax'": (None, False),
+    "def use():\n    os.environ['KERAS_BACKEND'] = 'jax'": (None, False),
     'os.environ["KERAS_BACKEND"] = sys.argv[1]': (None, False),
     'os.environ["KERAS_HOME"] = "torch"': (None, False),
     'KERAS_BACKEND = "torch"': (None, False),
@@ -43,7 +47,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("text, expected", CHOICES.items(), ids=range(8))
+@pytest.mark.parametrize("text, expected", CHOICES.items(), ids=range(10))
 def test_the_backend_that_a_script_chooses(text, expected, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(f"import os\n{text}\n")
