@@ -23,6 +23,7 @@ from keras_tp.backend.processes import timeouts
 from keras_tp.backend.saving import all_processes
 from keras_tp.backend.saving import checkpoint_folder
 from keras_tp.backend.saving import consolidation
+from keras_tp.backend.saving import expected_values
 from keras_tp.distribution import checkpoint_models
 from keras_tp.distribution import checkpoint_state
 from keras_tp.distribution import model_state
@@ -200,11 +201,12 @@ def load_model(path, custom_objects=None, compile=True, safe_mode=True):
     """
     _finish()
     folder = _opened(path, "`load_model`")
-    model = checkpoint_models.model_of(
-        folder, custom_objects, compile, safe_mode
-    )
-    _check_built(model, "loaded")
-    _load(folder, model, is_new=True)
+    with expected_values.context():
+        model = checkpoint_models.model_of(
+            folder, custom_objects, compile, safe_mode
+        )
+        _check_built(model, "loaded")
+        _load(folder, model, is_new=True)
     all_processes.run(
         lambda: checkpoint_models.load_assets(folder, model), _READ
     )
@@ -232,7 +234,8 @@ def _load(folder, model, is_new=False):
         for name, value, owner in state:
             if owner is None:
                 read_part = checkpoint_state.reader(folder, name, value)
-                lib.assign_parts(value, read_part)
+                with expected_values.loaded(value):
+                    lib.assign_parts(value, read_part)
         checkpoint_state.load_owners(folder, state)
         random_state.restore(model, folder.described["random"])
 

@@ -12,6 +12,7 @@ from keras_tp import backend
 from keras_tp.backend import hooks
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.processes import progress
+from keras_tp.backend.saving import expected_values
 from keras_tp.backend.saving import lazy_modules
 from keras_tp.distribution import checkpoint_hooks
 from keras_tp.distribution import derived_variables
@@ -140,7 +141,8 @@ def _hook_maybe_build(original, self, call_spec):
 def _hook_value(original):
     """Plans a model before the value of one of its variables is read.
 
-    A custom training loop may read values before it calls the model.
+    A custom training loop may read values before it calls the model. A variable
+    that waits to be loaded is drawn.
     """
 
     def value(self):
@@ -150,6 +152,8 @@ def _hook_value(original):
             and not derived_variables.is_changing()
         ):
             model_state.plan_model_with(self)
+        if getattr(self, "_undrawn", None) is not None:
+            expected_values.draw(self)
         return original.fget(self)
 
     return property(value)
@@ -299,6 +303,18 @@ TABLE = [
         preset_files.read_in_parts,
         "a process reads its part of a preset of Hugging Face",
         waits=True,
+    ),
+    *(
+        hooks.methods_row(
+            f"keras_hub.src.utils.{loader}",
+            expected_values.Loader,
+            "a preset's model is made without drawing what is loaded",
+        )._replace(waits=True)
+        for loader in (
+            "preset_utils:KerasPresetLoader",
+            "transformers.preset_loader:TransformersPresetLoader",
+            "timm.preset_loader:TimmPresetLoader",
+        )
     ),
     Hook(
         "keras.src.saving.serialization_lib",

@@ -22,6 +22,7 @@ from keras_tp.backend.saving import all_processes
 from keras_tp.backend.saving import archives
 from keras_tp.backend.saving import checked_reads
 from keras_tp.backend.saving import digests
+from keras_tp.backend.saving import expected_values
 from keras_tp.backend.saving import stored_arrays
 from keras_tp.distribution import model_state
 
@@ -254,7 +255,8 @@ def name_file(original, /, filepath, *args, **kwargs):
     def made(share):
         nonlocal model
         with checked_reads.checking(filepath, see, share):
-            model = original(filepath, *args, **kwargs)
+            with expected_values.context():
+                model = original(filepath, *args, **kwargs)
         return with_nan
 
     with _read_by_all(filepath, "No model was made.") as read:

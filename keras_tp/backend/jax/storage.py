@@ -27,6 +27,7 @@ from keras_tp.backend.fully_sharded import as_it_is
 from keras_tp.backend.hooks import around
 from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import fully_sharded
+from keras_tp.backend.saving import expected_values
 
 # Updates that compute each element by itself, or from sums over all of them.
 _ELEMENTWISE = {
@@ -269,6 +270,12 @@ class Variable:
     def _initialize_with_initializer(original, self, initializer):
         self._initialize_layout()
         shape = shape_of(self)
+        if expected_values.is_expected(self, initializer, self._layout):
+            self._value = jax.jit(
+                lambda: jnp.zeros(shape or self._shape, self._dtype),
+                out_shardings=self._layout.backend_layout,
+            )()
+            return
         if shape is None:
             original(self, initializer)
             return

@@ -17,6 +17,7 @@ from keras_tp.backend import current
 from keras_tp.backend.saving import archives
 from keras_tp.backend.saving import boxes
 from keras_tp.backend.saving import digests
+from keras_tp.backend.saving import expected_values
 from keras_tp.backend.saving import sharded_files
 from keras_tp.backend.saving import stored_arrays
 from keras_tp.backend.saving import tensor_files
@@ -208,25 +209,33 @@ class Variable:
     """The method of a variable that takes an array which is in a file."""
 
     def assign(original, self, value):
-        if not stored_arrays.is_stored(value):
-            return original(self, value)
-        dtype = backend.standardize_dtype(self._dtype)
-        is_alike = value.shape == tuple(self.shape)
-        if is_alike and getattr(get_stateless_scope(), "takes_arrays", False):
-            get_stateless_scope().add_update((self, value))
-            return value
-        can_be_read = is_alike and stored_arrays.can_become(value, dtype)
-        if self._layout is None or not can_be_read or in_stateless_scope():
-            return original(self, stored_arrays.read(value))
+        if in_stateless_scope():
+            return _assign(original, self, value)
+        with expected_values.loaded(self):
+            return _assign(original, self, value)
 
-        def part_of(ranges):
-            return boxes.read_part(
-                ranges,
-                tensor_files.numpy_dtype(dtype),
-                lambda target, box: stored_arrays.copy_to(
-                    target, value, tuple(slice(*limits) for limits in box)
-                ),
-            )
 
-        current.load("distribution_lib").assign_parts(self, part_of)
+def _assign(original, self, value):
+    """Assigns an array; of one that is in a file, each process its parts."""
+    if not stored_arrays.is_stored(value):
+        return original(self, value)
+    dtype = backend.standardize_dtype(self._dtype)
+    is_alike = value.shape == tuple(self.shape)
+    if is_alike and getattr(get_stateless_scope(), "takes_arrays", False):
+        get_stateless_scope().add_update((self, value))
         return value
+    can_be_read = is_alike and stored_arrays.can_become(value, dtype)
+    if self._layout is None or not can_be_read or in_stateless_scope():
+        return original(self, stored_arrays.read(value))
+
+    def part_of(ranges):
+        return boxes.read_part(
+            ranges,
+            tensor_files.numpy_dtype(dtype),
+            lambda target, box: stored_arrays.copy_to(
+                target, value, tuple(slice(*limits) for limits in box)
+            ),
+        )
+
+    current.load("distribution_lib").assign_parts(self, part_of)
+    return value

@@ -43,6 +43,12 @@ TABLE = [
     ),
     Hook(
         _VARIABLE,
+        "_initialize_with_initializer",
+        variables.hook_initialize_with_initializer,
+        "a variable that is loaded is not drawn before",
+    ),
+    Hook(
+        _VARIABLE,
         "_direct_assign",
         variables.hook_direct_assign,
         "an assigned value gets the layout of the variable",

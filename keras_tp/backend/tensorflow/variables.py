@@ -10,6 +10,7 @@ from keras.src.distribution.distribution_lib import set_distribution
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.hooks import around
+from keras_tp.backend.saving import expected_values
 from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import fully_sharded
 from keras_tp.backend.tensorflow import functions
@@ -198,6 +199,26 @@ def hook_initialize(original, self, value):
         processes.same_array(np.asarray(value))
         placed = placement.place(value, self._layout.backend_layout)
     self._value = _sharded(self, placed, self.trainable, self._layout)
+
+
+@around
+def hook_initialize_with_initializer(original, self, initializer):
+    """Makes only the parts of a variable that a file has a value for."""
+    layout, current = self._layout, distribution()
+    if layout is None and current is not None:
+        layout = current.get_variable_layout(self)
+    if not expected_values.is_expected(self, initializer, layout):
+        original(self, initializer)
+        return
+    dtype = tf.as_dtype(self._dtype).as_numpy_dtype
+    self._layout = layout
+    with placement.off_mesh():
+        placed = placement.place_parts(
+            lambda part: np.zeros([b - a for a, b in part], dtype),
+            self._shape,
+            layout.backend_layout,
+        )
+    self._value = _sharded(self, placed, self.trainable, layout)
 
 
 @around

@@ -11,6 +11,7 @@ from keras.src.backend.torch import core
 from keras.src.distribution.distribution_lib import distribution
 from torch.distributed.tensor import DTensor
 
+from keras_tp.backend.saving import expected_values
 from keras_tp.backend.torch import gradient_sums
 from keras_tp.backend.torch import placement
 
@@ -44,8 +45,12 @@ def hook_initialize_with_initializer(original):
     @functools.wraps(original)
     def _initialize_with_initializer(self, initializer):
         placed = _give_layout(self)
-        fill = None if placed is None else _constant_of(initializer)
-        if fill is None or _stays_plain(self, placed):
+        if placed is None or _stays_plain(self, placed):
+            return original(self, initializer)
+        fill = _constant_of(initializer)
+        if expected_values.is_expected(self, initializer, self._layout):
+            fill = 0
+        if fill is None:
             return original(self, initializer)
         dtype = core.to_torch_dtype(self._dtype)
         set_value(self, placement.filled(self._shape, fill, dtype, placed))

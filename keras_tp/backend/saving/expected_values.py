@@ -1,0 +1,110 @@
+"""Variables whose first value comes from a file, so that none is drawn.
+
+A process that draws the first value of a variable holds all of it for a moment.
+While a model is made to be loaded, large variables that are split start as
+zeros, each process with its own part. A variable is drawn after all if it is
+read before it is loaded, or if the file has no value for it.
+"""
+
+import contextlib
+import math
+
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.random.seed_generator import SeedGenerator
+
+# Smaller values are drawn as always.
+_LARGE_NUMBERS = 2**18
+
+
+class _Expected:
+    """What is expected.
+
+    Attributes:
+        depth: Int. Number of the contexts that are open.
+        variables: List of the variables that were made in them.
+    """
+
+    def reset(self):
+        """Forgets all variables."""
+        self.depth, self.variables = 0, []
+
+    __init__ = reset
+
+
+_expected = _Expected()
+
+
+@contextlib.contextmanager
+def context():
+    """Context in which variables are made that a file has values for.
+
+    At its end, those that were not loaded are drawn.
+    """
+    _expected.depth += 1
+    try:
+        yield
+    except BaseException:
+        _expected.depth -= 1
+        if not _expected.depth:
+            # What is left of the model draws its values if they are read.
+            _expected.variables = []
+        raise
+    _expected.depth -= 1
+    if not _expected.depth:
+        variables, _expected.variables = _expected.variables, []
+        for variable in variables:
+            draw(variable)
+
+
+def is_expected(variable, initializer, layout):
+    """Returns whether a variable starts as zeros, and notes that.
+
+    Args:
+        variable: Keras variable that is being made. It has its shape.
+        initializer: Function of a shape and `dtype`.
+        layout: `TensorLayout` of the variable, or `None`.
+    """
+    axes = getattr(layout, "axes", None) or ()
+    if (
+        not _expected.depth
+        or all(axis is None for axis in axes)
+        or math.prod(variable._shape) < _LARGE_NUMBERS
+        # Its state would change in another order.
+        or isinstance(getattr(initializer, "seed", None), SeedGenerator)
+    ):
+        return False
+    variable._undrawn = initializer
+    _expected.variables.append(variable)
+    return True
+
+
+def draw(variable):
+    """Gives a variable its first value, if it was neither loaded nor drawn."""
+    initializer = vars(variable).get("_undrawn")
+    if initializer is not None and not in_stateless_scope():
+        variable.assign(initializer(variable._shape, dtype=variable._dtype))
+
+
+@contextlib.contextmanager
+def loaded(variable):
+    """Context in which a variable is assigned."""
+    initializer = vars(variable).get("_undrawn")
+    if initializer is None:
+        yield
+        return
+    variable._undrawn = None
+    try:
+        yield
+    except BaseException:
+        variable._undrawn = initializer
+        raise
+
+
+class Loader:
+    """The methods of a loader of presets that make models."""
+
+    def load_backbone(original, self, cls, load_weights, *args, **kwargs):
+        with context() if load_weights else contextlib.nullcontext():
+            return original(self, cls, load_weights, *args, **kwargs)
+
+    load_task = load_backbone
