@@ -86,7 +86,7 @@ def test_what_is_loaded_is_not_drawn(name, planned, tmp_path, drawn):
             for weight in model.weights
             if any(weight._layout.axes)
         ]
-        assert len(split) >= 2 and not {*split} & {*drawn}
+        assert len(split) >= 2 and not drawn
         assert_same(values_of(model), expected)
 
 
@@ -97,7 +97,7 @@ def test_a_checkpoint_is_not_drawn(tmp_path, drawn):
         expected = model.get_weights()
         drawn.clear()
         model = keras.saving.load_model(tmp_path / "m.safetensors")
-        assert drawn == [(8, 5)]
+        assert not drawn
         assert_same(model.get_weights(), expected)
 
 
@@ -107,7 +107,7 @@ def test_what_is_not_loaded_is_drawn_in_the_end(drawn):
         with expected_values.context():
             drawn.clear()
             model = build()
-            assert drawn == [(8, 5)]
+            assert not drawn
             up = model.get_layer("up").kernel
             up.assign(np.ones(up.shape, "float32"))
         assert sorted(drawn) == [(8, 5), (16, 8)]
@@ -128,7 +128,7 @@ def test_a_value_that_is_read_before_is_drawn(read, drawn):
     with under(), expected_values.context():
         kernel = build().get_layer("up").kernel
         np.testing.assert_array_equal(read(kernel), expected)
-        assert kernel._undrawn is None
+        assert not expected_values.is_waiting(kernel)
 
 
 def test_after_an_error_values_are_drawn_where_they_are_read(drawn):

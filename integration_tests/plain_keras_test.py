@@ -82,3 +82,16 @@ def test_a_save_imports_tensorflow():
     )
     command = [sys.executable, "-c", code]
     subprocess.run(command, env=launching.environment(), check=True)
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="a file that torch wrote")
+def test_an_optimizer_of_torch_stays_one_on_other_backends():
+    code = (
+        "import keras\n"
+        "config = {'module': 'keras.src.backend.torch.optimizers.torch_sgd', "
+        "'class_name': 'SGD', 'config': {}, 'registered_name': 'SGD'}\n"
+        "found = keras.saving.deserialize_keras_object(config)\n"
+        "assert type(found).__module__ == config['module']\n"
+    )
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, env=launching.environment(), check=True)

@@ -517,3 +517,18 @@ def test_an_unpacked_model_is_replaced_as_a_whole(
     assert os.listdir(tmp_path) == ["model"]
     if has_more:
         assert (path / "more" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_an_optimizer_of_a_file_that_torch_wrote(name):
+    module = f"keras.src.backend.torch.optimizers.torch_{name.lower()}"
+    with at((1, 2)):
+        found = keras.saving.deserialize_keras_object(
+            {
+                "module": module,
+                "class_name": name,
+                "config": {},
+                "registered_name": name,
+            }
+        )
+    assert type(found) is type(getattr(keras.optimizers, name)())

@@ -51,6 +51,7 @@ SHARED = [
             "hub_backbones",
             "orbax",
             "derived_variables",
+            "expected_values",
             "forms",
             "gathers",
             "parity",

@@ -8,10 +8,11 @@ import numpy as np
 _LARGE_BYTES = 2**20
 
 
-def empty(shape, dtype):
+def zeros(shape, dtype):
     """Returns an array. The system takes a large one back when it is freed.
 
-    The C library would keep arrays of many megabytes for itself.
+    The C library would keep arrays of many megabytes for itself. The zeros of a
+    large array take memory only where they are written.
 
     Args:
         shape: Tuple or list of ints.
@@ -19,6 +20,6 @@ def empty(shape, dtype):
     """
     count = math.prod(shape)
     if count * dtype.itemsize < _LARGE_BYTES:
-        return np.empty(shape, dtype)
+        return np.zeros(shape, dtype)
     pages = mmap.mmap(-1, count * dtype.itemsize)
     return np.frombuffer(pages, dtype, count).reshape(shape)

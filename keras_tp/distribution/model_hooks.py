@@ -14,6 +14,7 @@ from keras_tp.backend.hooks import Hook
 from keras_tp.backend.processes import progress
 from keras_tp.backend.saving import expected_values
 from keras_tp.backend.saving import lazy_modules
+from keras_tp.backend.saving import other_backends
 from keras_tp.distribution import checkpoint_hooks
 from keras_tp.distribution import derived_variables
 from keras_tp.distribution import model_state
@@ -152,7 +153,7 @@ def _hook_value(original):
             and not derived_variables.is_changing()
         ):
             model_state.plan_model_with(self)
-        if getattr(self, "_undrawn", None) is not None:
+        if expected_values.is_waiting(self):
             expected_values.draw(self)
         return original.fget(self)
 
@@ -321,6 +322,12 @@ TABLE = [
         "tf",
         lazy_modules.if_imported,
         "a save does not import TensorFlow: half a GB in each process",
+    ),
+    Hook(
+        "keras.src.saving.serialization_lib",
+        "_retrieve_class_or_fn",
+        other_backends.hook_retrieve_class,
+        "a model that was compiled on torch is trained on other backends",
     ),
     Hook(
         "keras.src.saving.saving_lib",

@@ -48,11 +48,21 @@ def from_whole(value, sharding):
         if held.size == value.size:
             return held
         # A CPU device would use the memory of rows, and keep the whole value.
-        copy = host_memory.empty(held.shape, held.dtype)
+        copy = host_memory.zeros(held.shape, held.dtype)
         copy[...] = held
         return copy
 
     return jax.make_array_from_callback(value.shape, sharding, part)
+
+
+def zeros(shape, dtype, sharding):
+    """Returns a sharded array of zeros; each process makes its parts."""
+
+    def part(position):
+        limits = [p.indices(size) for p, size in zip(position, shape)]
+        return host_memory.zeros([b - a for a, b, _ in limits], dtype)
+
+    return jax.make_array_from_callback(shape, sharding, part)
 
 
 def hook_value(original):

@@ -271,10 +271,11 @@ class Variable:
         self._initialize_layout()
         shape = shape_of(self)
         if expected_values.is_expected(self, initializer, self._layout):
-            self._value = jax.jit(
-                lambda: jnp.zeros(shape or self._shape, self._dtype),
-                out_shardings=self._layout.backend_layout,
-            )()
+            self._value = arrays.zeros(
+                shape or self._shape,
+                jnp.dtype(self._dtype),
+                self._layout.backend_layout,
+            )
             return
         if shape is None:
             original(self, initializer)

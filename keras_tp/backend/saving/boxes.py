@@ -66,7 +66,7 @@ def read_part(ranges, dtype, copy_box):
         copy_box: Function that copies a box of the tensor to an array.
     """
     size = [sum(stop - start for start, stop in own) for own in ranges]
-    part = host_memory.empty(size, dtype)
+    part = host_memory.zeros(size, dtype)
     for box, position in boxes_of(ranges):
         copy_box(part[position], box)
     return part

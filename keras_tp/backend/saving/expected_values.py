@@ -1,9 +1,9 @@
 """Variables whose first value comes from a file, so that none is drawn.
 
 A process that draws the first value of a variable holds all of it for a moment.
-While a model is made to be loaded, large variables that are split start as
-zeros, each process with its own part. A variable is drawn after all if it is
-read before it is loaded, or if the file has no value for it.
+While a model is made to be loaded, its large variables start as zeros, and each
+process makes its own parts. A variable is drawn after all if it is read before
+it is loaded, or if the file has no value for it.
 """
 
 import contextlib
@@ -22,13 +22,11 @@ class _Expected:
     Attributes:
         depth: Int. Number of the contexts that are open.
         variables: List of the variables that were made in them.
+        is_needed: Bool, whether a value that is asked for has to be drawn.
     """
 
-    def reset(self):
-        """Forgets all variables."""
-        self.depth, self.variables = 0, []
-
-    __init__ = reset
+    def __init__(self):
+        self.depth, self.variables, self.is_needed = 0, [], True
 
 
 _expected = _Expected()
@@ -64,10 +62,9 @@ def is_expected(variable, initializer, layout):
         initializer: Function of a shape and `dtype`.
         layout: `TensorLayout` of the variable, or `None`.
     """
-    axes = getattr(layout, "axes", None) or ()
     if (
         not _expected.depth
-        or all(axis is None for axis in axes)
+        or getattr(layout, "axes", None) is None
         or math.prod(variable._shape) < _LARGE_NUMBERS
         # Its state would change in another order.
         or isinstance(getattr(initializer, "seed", None), SeedGenerator)
@@ -78,11 +75,27 @@ def is_expected(variable, initializer, layout):
     return True
 
 
+def is_waiting(variable):
+    """Returns whether the zeros of a variable are not its value."""
+    return getattr(variable, "_undrawn", None) is not None
+
+
 def draw(variable):
     """Gives a variable its first value, if it was neither loaded nor drawn."""
     initializer = vars(variable).get("_undrawn")
-    if initializer is not None and not in_stateless_scope():
-        variable.assign(initializer(variable._shape, dtype=variable._dtype))
+    if initializer is None or not _expected.is_needed or in_stateless_scope():
+        return
+    variable.assign(initializer(variable._shape, dtype=variable._dtype))
+
+
+@contextlib.contextmanager
+def not_needed():
+    """Context in which a value is asked for, but not what it is."""
+    before, _expected.is_needed = _expected.is_needed, False
+    try:
+        yield
+    finally:
+        _expected.is_needed = before
 
 
 @contextlib.contextmanager

@@ -48,6 +48,12 @@ TABLE = [
         "a variable that is loaded is not drawn before",
     ),
     Hook(
+        _OPTIMIZER,
+        ("add_variable_from_reference", "_var_key"),
+        variables.hook_identify,
+        "an optimizer is made without drawing what is loaded",
+    ),
+    Hook(
         _VARIABLE,
         "_direct_assign",
         variables.hook_direct_assign,

@@ -54,4 +54,8 @@ def assign(variable, part_of):
         with placement.off_mesh():
             value.assign(slices_of(tuple((0, size) for size in shape)))
         return
-    value.assign(placement.place_parts(slices_of, shape, value.layout))
+    value.assign(
+        placement.place_parts(
+            slices_of, shape, value.layout, placement.tensor_in_place
+        )
+    )

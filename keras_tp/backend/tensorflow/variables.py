@@ -4,11 +4,13 @@ import contextlib
 
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common.variables import Variable
 from keras.src.distribution.distribution_lib import TensorLayout
 from keras.src.distribution.distribution_lib import distribution
 from keras.src.distribution.distribution_lib import set_distribution
 from tensorflow.experimental import dtensor
 
+from keras_tp.backend import host_memory
 from keras_tp.backend.hooks import around
 from keras_tp.backend.saving import expected_values
 from keras_tp.backend.tensorflow import boundary
@@ -210,15 +212,23 @@ def hook_initialize_with_initializer(original, self, initializer):
     if not expected_values.is_expected(self, initializer, layout):
         original(self, initializer)
         return
-    dtype = tf.as_dtype(self._dtype).as_numpy_dtype
+    dtype = np.dtype(tf.as_dtype(self._dtype).as_numpy_dtype)
     self._layout = layout
     with placement.off_mesh():
         placed = placement.place_parts(
-            lambda part: np.zeros([b - a for a, b in part], dtype),
+            lambda part: host_memory.zeros([b - a for a, b in part], dtype),
             self._shape,
             layout.backend_layout,
+            placement.tensor_in_place,
         )
     self._value = _sharded(self, placed, self.trainable, layout)
+
+
+@around
+def hook_identify(original, self, variable, *args, **kwargs):
+    """Asks which variable it is, without a need of its value."""
+    with expected_values.not_needed():
+        return original(self, variable, *args, **kwargs)
 
 
 @around
@@ -286,6 +296,8 @@ def hook_skip(original, self, /, *args, **kwargs):
 @around
 def hook_convert_to_numpy(original, x):
     """Puts the parts of a DTensor together on the host."""
+    if isinstance(x, Variable):
+        expected_values.draw(x)
     value = getattr(x, "_value", x)
     if placement.is_dtensor(value):
         return placement.read(value)

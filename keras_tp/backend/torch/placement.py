@@ -7,6 +7,7 @@ of one device every tensor is plain.
 import collections
 import math
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -20,6 +21,7 @@ from torch.distributed.tensor._utils import (
 # A dim of several blocks, of which each shard holds its part of every block.
 from torch.distributed.tensor.placement_types import _StridedShard as InBlocks
 
+from keras_tp.backend import host_memory
 from keras_tp.backend.torch import launcher
 from keras_tp.backend.torch import processes
 
@@ -274,7 +276,14 @@ def filled(shape, fill, dtype, placement):
     local_shape, _ = compute_local_shape_and_global_offset(
         torch.Size(shape), mesh, placements
     )
-    local = torch.full(local_shape, fill, dtype=dtype, device=mesh.device_type)
+    if fill == 0 and mesh.device_type == "cpu":
+        size = math.prod(local_shape) * dtype.itemsize
+        memory = torch.from_numpy(host_memory.zeros([size], np.dtype("uint8")))
+        local = memory.view(dtype).view(local_shape)
+    else:
+        local = torch.full(
+            local_shape, fill, dtype=dtype, device=mesh.device_type
+        )
     return _wrap(local, mesh, placements, torch.Size(shape))
 
 

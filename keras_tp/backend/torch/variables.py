@@ -52,10 +52,14 @@ def hook_initialize_with_initializer(original):
             fill = 0
         if fill is None:
             return original(self, initializer)
-        dtype = core.to_torch_dtype(self._dtype)
-        set_value(self, placement.filled(self._shape, fill, dtype, placed))
+        set_value(self, _filled(self, fill, placed))
 
     return _initialize_with_initializer
+
+
+def _filled(variable, fill, placed):
+    dtype = core.to_torch_dtype(variable._dtype)
+    return placement.filled(variable._shape, fill, dtype, placed)
 
 
 def hook_named_parameters(original):
@@ -104,6 +108,9 @@ def lay_out(variable, value, layout):
     placed = placement.as_placement(layout)
     if _stays_plain(variable, placed):
         placed = None
+    if placed is not None and expected_values.is_waiting(variable):
+        set_value(variable, _filled(variable, 0, placed))
+        return
     set_value(variable, _placed_anew(value.detach(), placed))
 
 
