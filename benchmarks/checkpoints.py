@@ -3,8 +3,8 @@
 The model has `--layers` kernels of 32 MiB each, all split over the devices. A
 process saves and loads it as a sharded checkpoint and as a `.weights.h5` file,
 in turns. With `--models` it also saves and loads a `.keras` file, and makes new
-models with `load_model`. Printed for each, of the process with the largest
-figure:
+models: with `load_model`, and with KerasHub's `from_preset` a Llama of about
+the same size. Printed for each, of the process with the largest figure:
 
     peak   MiB by which the resident memory grew
     read   MiB that the process read from files with system calls (`rchar` of
@@ -33,6 +33,7 @@ of the parts of `save_checkpoint` and `load_checkpoint` are printed:
 import argparse
 import collections
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -76,6 +77,8 @@ from keras_tp.backend import distribution_lib as lib
 from keras_tp.backend import load
 from keras_tp.backend.saving import tensor_files
 
+if OPTIONS.models:
+    import keras_hub
 if OPTIONS.preset:
     from keras_hub.src.utils.transformers import safetensor_utils
 
@@ -240,6 +243,28 @@ def hugging_face(folder, model):
     return {"preset of Hugging Face": read}
 
 
+def llama(folder, mesh):
+    """Writes a preset of a Llama; returns a function that makes it anew."""
+    # A backbone uses one of its two tables; the plan leaves the other whole.
+    parallel = keras_tp.distribution.TensorParallel(mesh, strict=False)
+    # A layer is 240 MiB.
+    with parallel.scope():
+        keras_hub.models.Llama3Backbone(
+            vocabulary_size=2048,
+            num_layers=max(1, OPTIONS.layers * KERNEL_MIB // 240),
+            num_query_heads=16,
+            num_key_value_heads=8,
+            hidden_dim=2048,
+            intermediate_dim=8192,
+        ).save_to_preset(folder)
+
+    def read():
+        with parallel.scope():
+            keras_hub.models.Llama3Backbone.from_preset(folder)
+
+    return {"from_preset": read}
+
+
 def made_of(path):
     """Makes a new model of a file, whose parts are in memory then."""
     model = keras.saving.load_model(path)
@@ -248,6 +273,8 @@ def made_of(path):
 
 def measured(function):
     """Runs a function in all processes; returns the largest of its figures."""
+    # What is left of models that were made before.
+    gc.collect()
     _spent.clear()
     lib.meet("A measurement")
     pathlib.Path("/proc/self/clear_refs").write_text("5")
@@ -297,6 +324,7 @@ def main():
                 "load_weights .keras": lambda: model.load_weights(archive),
                 "load_model checkpoint": lambda: made_of(sharded),
                 "load_model .keras": lambda: made_of(archive),
+                **llama(f"{folder}/llama", mesh),
             }
         if OPTIONS.preset:
             steps |= hugging_face(f"{folder}/preset", model)

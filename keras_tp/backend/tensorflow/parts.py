@@ -1,6 +1,7 @@
 """Parts of variables, read and set in the host's memory for checkpoints."""
 
 import numpy as np
+import tensorflow as tf
 
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
@@ -54,8 +55,10 @@ def assign(variable, part_of):
         with placement.off_mesh():
             value.assign(slices_of(tuple((0, size) for size in shape)))
         return
+    # Other values are in memory of the C library: copies get that of the values
+    # before them, which it would not give back to the system.
+    tensor_of = placement.tensor_in_place if value.is_new else tf.constant
     value.assign(
-        placement.place_parts(
-            slices_of, shape, value.layout, placement.tensor_in_place
-        )
+        placement.place_parts(slices_of, shape, value.layout, tensor_of)
     )
+    value.is_new = False

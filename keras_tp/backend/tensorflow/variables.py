@@ -27,7 +27,12 @@ class ShardedVariable(dtensor.DVariable):
     not mix a DTensor with plain tensors. Off the mesh, in a user's own code, an
     eager operation gets the whole value as a plain tensor. The gradient of this
     tensor is placed on the mesh again. `read_value` always returns the DTensor.
+
+    Attributes:
+        is_new: Bool, whether it holds zeros that wait for their values.
     """
+
+    is_new = False
 
     @property
     def handle(self):
@@ -222,6 +227,7 @@ def hook_initialize_with_initializer(original, self, initializer):
             placement.tensor_in_place,
         )
     self._value = _sharded(self, placed, self.trainable, layout)
+    self._value.is_new = True
 
 
 @around
