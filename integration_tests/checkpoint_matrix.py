@@ -4,6 +4,7 @@ checkpoint_matrix.py save FOLDER
 checkpoint_matrix.py load FOLDER FOLDER ...
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ from keras_tp import distribution
 from keras_tp.backend import distribution_lib as lib
 
 WORDS, LENGTH = 51, 8
+x, y = np.random.default_rng(0).integers(0, WORDS, (2, 8, LENGTH), "int32")
 
 
 def network():
@@ -42,23 +44,32 @@ def values_of(model):
     ]
 
 
+def made(how, folder):
+    """Returns a model that saves to a folder, or was loaded from it."""
+    if how == "load_model":
+        return keras.saving.load_model(folder)
+    model = network()
+    if how == "save":
+        model.fit(x, y, verbose=0)
+        distribution.save_checkpoint(folder, model)
+    else:
+        distribution.load_checkpoint(folder, model)
+    return model
+
+
 def main(mode, *folders):
     """Saves to a folder, or loads each of several and compares the values."""
+    ways = {"save": ["save"], "load": ["load_checkpoint", "load_model"]}[mode]
     count = distribution.get_device_count()
     mesh = distribution.DeviceMesh(
         (1, count), ["batch", "model"], distribution.list_devices()
     )
-    x, y = np.random.default_rng(0).integers(0, WORDS, (2, 8, LENGTH), "int32")
-    for folder in map(pathlib.Path, folders):
+    paths = map(pathlib.Path, folders)
+    for folder, how in itertools.product(paths, ways):
         keras.utils.set_random_seed(len(mode))
         parallel = distribution.TensorParallel(mesh, strict=False)
         with parallel.scope():
-            model = network()
-            if mode == "save":
-                model.fit(x, y, verbose=0)
-                distribution.save_checkpoint(folder, model)
-            else:
-                distribution.load_checkpoint(folder, model)
+            model = made(how, folder)
             values, loss = values_of(model), model.train_on_batch(x, y)
         expected, losses = folder / "values.npz", folder / "loss.json"
         if mode == "load":

@@ -50,7 +50,10 @@ def run(name, *arguments):
 
 def test_each_loads_the_checkpoints_of_all(tmp_path):
     names = QUICK if os.environ.get("KERAS_TP_SLOW") != "1" else RUNS
-    folders = {name: tmp_path / name.replace(" ", "_") for name in names}
+    folders = {
+        name: tmp_path / f"{name.replace(' ', '_')}.safetensors"
+        for name in names
+    }
     for name, folder in folders.items():
         run(name, "save", folder)
     for name in names:
