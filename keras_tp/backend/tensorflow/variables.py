@@ -231,10 +231,10 @@ def hook_initialize_with_initializer(original, self, initializer):
 
 
 @around
-def hook_identify(original, self, variable, *args, **kwargs):
+def hook_identify(original, self, /, *args, **kwargs):
     """Asks which variable it is, without a need of its value."""
     with expected_values.not_needed():
-        return original(self, variable, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
 
 @around
