@@ -244,7 +244,7 @@ def hugging_face(folder, model):
 
 
 def llama(folder, mesh):
-    """Writes a preset of a Llama; returns a function that makes it anew."""
+    """Saves a Llama as a preset; returns a function that loads the preset."""
     # A backbone uses one of its two tables; the plan leaves the other whole.
     parallel = keras_tp.distribution.TensorParallel(mesh, strict=False)
     # A layer is 240 MiB.
@@ -273,7 +273,7 @@ def made_of(path):
 
 def measured(function):
     """Runs a function in all processes; returns the largest of its figures."""
-    # What is left of models that were made before.
+    # Frees models that were made before.
     gc.collect()
     _spent.clear()
     lib.meet("A measurement")

@@ -1,4 +1,4 @@
-"""Models that are made to be loaded, without drawing what is loaded."""
+"""A model that is loaded does not draw its first values."""
 
 import keras
 import numpy as np
