@@ -16,7 +16,7 @@ from integration_tests import launching
 ROOT = pathlib.Path(__file__).parent.parent
 BACKEND = keras.config.backend()
 # What CI runs of `checkpoint_derived_test.py` and `orbax_test.py`.
-QUICK = "faults or (adapters and alone) or another_mesh"
+QUICK = "faults or (adapters and alone) or another_mesh or streamed"
 
 
 def launch(*arguments, **variables):
@@ -36,7 +36,12 @@ def launch(*arguments, **variables):
 
 @pytest.mark.skipif(BACKEND == "torch", reason="see above")
 def test_the_tests_of_files_in_two_processes(tmp_path):
-    names = ["checkpoint_faults", "checkpoint_derived", "orbax"]
+    names = [
+        "checkpoint_faults",
+        "checkpoint_derived",
+        "orbax",
+        "streamed_values",
+    ]
     is_slow = os.environ.get("KERAS_TP_SLOW") == "1"
     process = launch(
         *("integration_tests/torch_ranks.py", "-q", "-x", "--tb=short"),

@@ -73,6 +73,7 @@ SHARED = [
             "sequence_parallel",
             "sparse",
             "stored_weights",
+            "streamed_values",
             "torch_data",
             "torch_models",
             "torch_ops",

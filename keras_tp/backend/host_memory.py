@@ -1,7 +1,9 @@
 """Arrays in the memory of the host."""
 
+import ctypes
 import math
 import mmap
+import sys
 
 import numpy as np
 
@@ -23,3 +25,14 @@ def zeros(shape, dtype):
         return np.zeros(shape, dtype)
     pages = mmap.mmap(-1, count * dtype.itemsize)
     return np.frombuffer(pages, dtype, count).reshape(shape)
+
+
+def give_back():
+    """Makes the C library return freed memory to the system.
+
+    It keeps some for each thread, and the frameworks have many.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

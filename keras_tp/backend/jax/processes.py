@@ -13,6 +13,7 @@ import time
 import jax
 from jax._src import clusters
 from jax._src import distributed
+from jax.experimental import multihost_utils
 
 from keras_tp.backend.processes import consistency
 from keras_tp.backend.processes import error_propagation
@@ -149,6 +150,20 @@ def gather(value, what):
     if world_size() == 1:
         return [value]
     return store().gather(value, what)
+
+
+def send_to_first(array, into):
+    """Sends an array of each process to process 0. A collective.
+
+    Args:
+        array: `numpy.ndarray` of bytes; a multiple of 8, equal in all
+            processes.
+        into: In process 0, the array that gets one row of each process; `None`
+            in the others.
+    """
+    rows = multihost_utils.process_allgather(array)
+    if into is not None:
+        into[...] = rows
 
 
 def meet(what):

@@ -48,6 +48,7 @@ READING_ERRORS = (
 )
 
 _BLOCK_BYTES = 2**24
+_SMALL_BLOCK_BYTES = 2**20
 # Filters of HDF5 compress data by less than this factor. Compressed datasets of
 # up to `_FEW_BYTES` are exempt.
 _MOST_EXPANSION = 1100
@@ -76,6 +77,14 @@ def note(dataset, value):
     """Adds the digest of a value that was just written to its dataset."""
     digest = _begin(dataset)
     digest.update(_bytes(value))
+    dataset.attrs[DIGEST] = digest.hexdigest()
+
+
+def note_written(dataset):
+    """Adds the digest of a value that was written in pieces."""
+    digest = _begin(dataset)
+    for block in _blocks(dataset, _SMALL_BLOCK_BYTES):
+        digest.update(_bytes(block))
     dataset.attrs[DIGEST] = digest.hexdigest()
 
 
@@ -347,13 +356,13 @@ def _begin(dataset):
     return hashlib.sha256(repr(head).encode())
 
 
-def _blocks(dataset):
+def _blocks(dataset, block_bytes=_BLOCK_BYTES):
     """Yields the value of a dataset in blocks of rows."""
     if not dataset.shape or not dataset.size:
         yield dataset[()]
         return
     row_bytes = dataset.size // len(dataset) * dataset.dtype.itemsize
-    step = max(1, _BLOCK_BYTES // row_bytes)
+    step = max(1, block_bytes // row_bytes)
     for start in range(0, len(dataset), step):
         yield dataset[start : start + step]
 

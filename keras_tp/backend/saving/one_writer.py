@@ -14,6 +14,7 @@ from keras.src import backend
 from keras.src.distribution.distribution_lib import distribution
 
 from keras_tp.backend import current
+from keras_tp.backend.hooks import Hook
 from keras_tp.backend.hooks import methods_row
 from keras_tp.backend.processes import timeouts
 from keras_tp.backend.saving import atomic_files
@@ -21,6 +22,7 @@ from keras_tp.backend.saving import checked_reads
 from keras_tp.backend.saving import digests
 from keras_tp.backend.saving import file_seal
 from keras_tp.backend.saving import sharded_files
+from keras_tp.backend.saving import streamed_values
 
 # Suffixes of the formats that Keras writes as one file.
 _FILES = (".keras", *checked_reads.LEGACY)
@@ -130,6 +132,11 @@ def table(is_distributed, exporting=contextlib.nullcontext):
                 "values are saved and loaded with digests",
             ),
             (
+                "keras.src.saving.saving_lib:ShardedH5IOStore",
+                _Parts,
+                "no process has to hold all of a variable that it saves",
+            ),
+            (
                 "keras.src.saving.saving_lib:H5IOStore",
                 checked_reads.Store,
                 "a damaged file is found before a value is loaded",
@@ -146,7 +153,13 @@ def table(is_distributed, exporting=contextlib.nullcontext):
         Adapters,
         "all processes gather the adapters and one process writes them",
     )
-    return [*rows, adapters._replace(waits=True)]
+    arrays = Hook(
+        "keras.src.saving.saving_lib",
+        "backend",
+        streamed_values.Backend,
+        "a store takes a variable that is written in pieces",
+    )
+    return [*rows, arrays, adapters._replace(waits=True)]
 
 
 def _processes():
@@ -308,6 +321,28 @@ def _check_group(original, group, model, *args, **kwargs):
     return original(group, model, *args, **kwargs)
 
 
+def _write_pieces(store, key, streamed):
+    """Writes a variable of which no process has to hold all."""
+    group = None
+    if not _saves.joining:
+        if not store._h5_entry_initialized:
+            store._create_h5_group(store._h5_entry_path)
+        group = store._h5_entry_group
+    dataset = streamed_values.write(streamed, group, key)
+    if dataset is not None:
+        digests.note_written(dataset)
+
+
+class _Parts:
+    """The method of a store of several files, which asks for the size first."""
+
+    def __setitem__(original, self, key, value):
+        streamed = None
+        if _saves.sealing or _saves.joining:
+            streamed = streamed_values.of(value)
+        original(self, key, value if streamed is None else streamed)
+
+
 class _Store:
     """The methods of a store of weights that write digests."""
 
@@ -315,6 +350,10 @@ class _Store:
         """Gathers a value in all processes, and writes it in process 0."""
         if not _saves.sealing and not _saves.joining:
             original(self, key, value)
+            return
+        streamed = streamed_values.of(value)
+        if streamed is not None:
+            _write_pieces(self, key, streamed)
             return
         value = backend.convert_to_numpy(value)
         if _saves.joining:

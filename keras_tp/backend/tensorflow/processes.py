@@ -22,6 +22,9 @@ from keras_tp.backend.tensorflow import devices
 
 TIMEOUT_S = timeouts.timeout()
 
+# Of the collective that is not part of a program of DTensor.
+_GATHER_KEY = 2**30
+
 _store = []
 
 
@@ -115,6 +118,30 @@ def gather(value, what):
     if world_size() == 1:
         return [value]
     return _opened().gather(value, what)
+
+
+def send_to_first(array, into):
+    """Sends an array of each process to process 0. A collective.
+
+    Args:
+        array: `numpy.ndarray` of bytes; a multiple of 8, equal in all
+            processes.
+        into: In process 0, the array that gets one row of each process; `None`
+            in the others.
+    """
+    job = tf.config.list_logical_devices("CPU")[0].name.rpartition("/task:")[0]
+    with tf.device(f"{job}/task:{index()}/device:CPU:0"):
+        # TensorFlow gathers no bytes.
+        rows = tf.raw_ops.CollectiveGatherV2(
+            input=tf.constant(array.view("int64")[None]),
+            group_size=world_size(),
+            group_key=_GATHER_KEY,
+            # TensorFlow expects the size of the first call in others of a key.
+            instance_key=_GATHER_KEY + array.size // 8,
+            ordering_token=[],
+        )
+    if into is not None:
+        into[...] = rows.numpy().view("uint8")
 
 
 def meet(what):

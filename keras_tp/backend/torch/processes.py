@@ -186,6 +186,23 @@ def gather_array(array):
     ]
 
 
+def send_to_first(array, into):
+    """Sends an array of each process to process 0. A collective.
+
+    Args:
+        array: `numpy.ndarray` of bytes; a multiple of 8, equal in all
+            processes.
+        into: In process 0, the array that gets one row of each process; `None`
+            in the others.
+    """
+    if into is None:
+        dist.send(torch.from_numpy(array), 0)
+        return
+    into[0] = array
+    for index in range(1, world_size()):
+        dist.recv(torch.from_numpy(into[index]), index)
+
+
 def from_first(value):
     """Returns the value of process 0, of any size, in every process.
 
