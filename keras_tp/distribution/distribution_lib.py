@@ -73,11 +73,11 @@ def initialize(job_addresses=None, num_processes=None, process_id=None):
     Call this before any computation. An argument that is not given is read
     from the environment: `KERAS_DISTRIBUTION_JOB_ADDRESSES`,
     `KERAS_DISTRIBUTION_NUM_PROCESSES`, `KERAS_DISTRIBUTION_PROCESS_ID`. If a
-    variable is not set, the backend detects the value: JAX from SLURM, Open MPI
-    or Kubernetes, torch from torchrun's variables, TensorFlow from `DTENSOR_*`.
-    The call does nothing if no source names other processes, or if this
-    process has joined them already. On JAX and TensorFlow, an uncaught error
-    in one process then ends all of them.
+    variable is not set, the value is detected: JAX from SLURM, Open MPI or
+    Kubernetes; torch from torchrun's variables, then from Open MPI or SLURM;
+    TensorFlow from `DTENSOR_*`, then likewise. The call does nothing if no
+    source names other processes, or if this process has joined them already.
+    On JAX and TensorFlow, an uncaught error in one process then ends all.
 
     Args:
         job_addresses: String, comma-separated `host:port` of the processes.

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from keras import tree
 
+from keras_tp.backend.processes import engines
 from keras_tp.backend.processes import supervisor
 from keras_tp.distribution import optimizer_slots
 
@@ -29,6 +30,7 @@ _PROCESS_VARIABLES = (
     "DTENSOR_JOBS",
     "DTENSOR_NUM_CLIENTS",
     "DTENSOR_CLIENT_ID",
+    *engines.VARIABLES,
 )
 
 # These call their inner layers in loops that a backend may compile.

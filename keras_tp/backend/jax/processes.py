@@ -16,6 +16,7 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 
 from keras_tp.backend.processes import consistency
+from keras_tp.backend.processes import engines
 from keras_tp.backend.processes import error_propagation
 from keras_tp.backend.processes import heartbeats
 from keras_tp.backend.processes import progress
@@ -81,6 +82,10 @@ def start(job_addresses=None, num_processes=None, process_id=None):
             *(num_processes, process_id, None, None, math.ceil(TIMEOUT_S)),
         )[:3]
     )
+    if None in (address, count, own):
+        # Such as Open MPI 5, which JAX does not detect.
+        address, count, own = engines.fill(address, count, own)
+        addresses, num_processes, process_id = [address], count, own
     if (address, count, own) == (None, None, None):
         return
     if None in (address, count, own):

@@ -30,7 +30,8 @@ _GRACE_S = 2.0
 _SIGNAL_S = 8.0
 
 _RUNNER = "keras_tp.backend.processes.child"
-_PORTS = range(15000, 32000)
+# The ports of runs. A system gives higher ones to outgoing connections.
+PORTS = range(15000, 32000)
 
 # The environment variables that describe the run to a process.
 ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
@@ -307,7 +308,7 @@ def free_ports(count):
     """
     found = []
     while len(found) < count:
-        port = _PORTS.start + secrets.randbelow(len(_PORTS))
+        port = PORTS.start + secrets.randbelow(len(PORTS))
         try:
             socket.create_server(("", port)).close()
         except OSError:

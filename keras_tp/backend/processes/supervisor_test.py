@@ -13,7 +13,7 @@ def test_ports_are_below_those_of_outgoing_connections():
 
 def test_a_port_in_use_is_not_given(monkeypatch):
     taken, free = supervisor.free_ports(2)
-    first = supervisor._PORTS.start
+    first = supervisor.PORTS.start
     # A port of the run that was given already, and one in use, come again.
     draws = iter([taken, free, free, free + 1])
     monkeypatch.setattr(secrets, "randbelow", lambda n: next(draws) - first)

@@ -15,6 +15,7 @@ from tensorflow.python.eager import record
 
 from keras_tp.backend.hooks import backend_row
 from keras_tp.backend.processes import commands
+from keras_tp.backend.processes import engines
 from keras_tp.backend.processes import supervisor
 from keras_tp.backend.tensorflow import batches
 from keras_tp.backend.tensorflow import boundary
@@ -56,7 +57,14 @@ def get_device_count(device_type=None):
 
 
 def initialize(job_addresses, num_processes, process_id):
-    """Joins the other processes as a client of DTensor."""
+    """Joins the other processes as a client of DTensor.
+
+    DTensor's own variables have precedence over those of an engine.
+    """
+    if not os.environ.get("DTENSOR_JOBS"):
+        job_addresses, num_processes, process_id = engines.fill(
+            job_addresses, num_processes, process_id
+        )
     processes.start(job_addresses, num_processes, process_id)
 
 

@@ -5,12 +5,14 @@ it, and DTensor's dispatcher inserts the collectives. The functions are those of
 `docs/backend_interface.md`.
 """
 
+import os
 import sys
 
 import torch
 from keras.src.distribution.distribution_lib import distribution
 
 from keras_tp.backend.hooks import backend_row
+from keras_tp.backend.processes import engines
 from keras_tp.backend.torch import batches
 from keras_tp.backend.torch import collective_counter
 from keras_tp.backend.torch import hooks
@@ -41,7 +43,14 @@ def get_device_count(device_type=None):
 
 
 def initialize(job_addresses, num_processes, process_id):
-    """Joins the other processes; without addresses, by torchrun's variables."""
+    """Joins the other processes; without addresses, as the engine says.
+
+    torchrun's variables have precedence over those of another engine.
+    """
+    if not {"RANK", "WORLD_SIZE"} <= set(os.environ):
+        job_addresses, num_processes, process_id = engines.fill(
+            job_addresses, num_processes, process_id
+        )
     if job_addresses is None:
         processes.start()
         return

@@ -22,6 +22,7 @@ from keras.src.backend.torch import core
 from torch.distributed.device_mesh import DeviceMesh
 
 from keras_tp.backend.processes import consistency
+from keras_tp.backend.processes import engines
 from keras_tp.backend.processes import error_propagation
 from keras_tp.backend.processes import heartbeats
 from keras_tp.backend.processes import messages
@@ -301,4 +302,7 @@ def _local_index(process_id):
     """Returns the index of this process's device on this host."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
-    return (process_id or 0) % torch.cuda.device_count()
+    engine = engines.find()
+    local = process_id or 0 if engine is None else engine.local_index
+    # An engine may show each process its own device only.
+    return local % torch.cuda.device_count()

@@ -1,0 +1,237 @@
+"""Runs `examples/engines/train.py` by an engine, and prints what happened.
+
+    python -m integration_tests.engines openmpi [BACKEND...]
+    python -m integration_tests.engines slurm [BACKEND...]
+
+`shell/engines/` has a script for each engine, which starts its daemons if it
+has any. KERAS_TP_ENGINE_PROCESSES says how many processes there are, by default
+4; KERAS_TP_ENGINE_CHECKS which checks are made, by default all.
+"""
+
+import ast
+import os
+import pathlib
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from integration_tests import launching
+
+BACKENDS = ("jax", "tensorflow", "torch")
+SCRIPT = "examples/engines/train.py"
+# The variable with the index of a process.
+INDEX = {"openmpi": "OMPI_COMM_WORLD_RANK", "slurm": "SLURM_PROCID"}
+COUNT = int(os.environ.get("KERAS_TP_ENGINE_PROCESSES", "4"))
+# Seconds in which a run has to start or to end, on a busy machine.
+START_S = 300
+# Seconds in which all processes end after one is lost.
+END_S = 10
+
+
+class Run:
+    """A run that an engine has started, and its output so far.
+
+    Args:
+        command: List of strings.
+        folder: Path of a new folder. It is an argument of the script, so that
+            the command of each process names it.
+        backend: String, the backend.
+    """
+
+    def __init__(self, command, folder, backend):
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self._output = folder / "output"
+        with open(self._output, "a") as file:
+            self.process = subprocess.Popen(
+                command,
+                env=environment(backend),
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self):
+        return self._output.read_text()
+
+    def wait_for(self, text):
+        """Waits until the output has a text."""
+        deadline = time.monotonic() + START_S
+        while text not in self.output:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"no {text!r} in:\n{self.output}")
+            time.sleep(0.05)
+
+    def wait(self):
+        """Waits until the engine's command has ended; returns its code."""
+        return self.process.wait(START_S)
+
+    def processes(self):
+        """Returns the ids of the processes that run the script."""
+        return [
+            number
+            for number in launching.running(str(self.folder))
+            if SCRIPT in _read(number, "cmdline") and number != self.process.pid
+        ]
+
+    def process_of(self, variable, index):
+        """Returns the id of the process with an index."""
+        text = f"{variable}={index}"
+        (found,) = (
+            number
+            for number in self.processes()
+            if text in _read(number, "environ").split("\0")
+        )
+        return found
+
+    def seconds_to_end(self, began):
+        """Waits until no process is left; returns the seconds."""
+        deadline = time.monotonic() + START_S
+        while self.process.poll() is None or self.processes():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"it goes on:\n{self.output}")
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def kill(self):
+        """Ends what a failed check has left."""
+        for number in [*self.processes(), self.process.pid]:
+            try:
+                os.kill(number, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+
+
+def _read(number, name):
+    try:
+        return pathlib.Path(f"/proc/{number}/{name}").read_text()
+    except OSError:
+        return ""
+
+
+def environment(backend):
+    """Returns the variables of a run, with one device in each process."""
+    return launching.environment(
+        devices=1,
+        KERAS_BACKEND=backend,
+        KERAS_TP_SECRET=secrets.token_hex(16),
+        OMP_NUM_THREADS="1",
+        TF_CPP_MIN_LOG_LEVEL="3",
+    )
+
+
+def command(engine, *arguments):
+    """Returns the command of an engine that runs the script."""
+    script = [sys.executable, SCRIPT, *map(str, arguments)]
+    if engine == "openmpi":
+        return [
+            *("mpirun", "-n", str(COUNT), "--allow-run-as-root"),
+            *("--oversubscribe", "--bind-to", "none", *script),
+        ]
+    return ["srun", "-n", str(COUNT), "--kill-on-bad-exit=1", *script]
+
+
+def losses(output):
+    """Returns the losses that each process printed, with the devices."""
+    found = re.findall(r"(\d+) devices, losses (\[[^\]]*\])", output)
+    return [(int(count), ast.literal_eval(values)) for count, values in found]
+
+
+def one_process(backend):
+    """Returns the losses of one process without an engine."""
+    result = subprocess.run(
+        [sys.executable, SCRIPT],
+        env=environment(backend),
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+    )
+    assert result.returncode == 0, result.stderr
+    ((count, values),) = losses(result.stdout)
+    assert count == 1
+    return values
+
+
+def check_losses(engine, backend, folder):
+    """Compares all processes with one."""
+    want = one_process(backend)
+    run = Run(command(engine, "--backup", folder), folder, backend)
+    try:
+        code = run.wait()
+        found = losses(run.output)
+        assert code == 0, run.output
+        assert len(found) == COUNT, run.output
+    finally:
+        run.kill()
+    return _compared(found, want)
+
+
+def _compared(found, want):
+    worst = 0.0
+    for count, values in found:
+        assert count == COUNT and len(values) == len(want), (found, want)
+        for value, other in zip(values, want):
+            worst = max(worst, abs(value - other) / abs(other))
+    assert worst < 1e-5, (found, want)
+    return f"same losses ({worst:.0e})"
+
+
+def check_killed(engine, backend, folder):
+    """One process is killed: all end, and the engine names it."""
+    victim = COUNT // 2
+    arguments = ("--epochs", 10**6, "--backup", folder)
+    run = Run(command(engine, *arguments), folder, backend)
+    try:
+        run.wait_for("Epoch 3/")
+        number = run.process_of(INDEX[engine], victim)
+        began = time.monotonic()
+        os.kill(number, signal.SIGKILL)
+        seconds = run.seconds_to_end(began)
+        assert run.process.returncode != 0
+    finally:
+        run.kill()
+    (said,) = re.findall(NAMES[engine].format(victim), run.output)[:1] or [""]
+    assert said, run.output
+    assert seconds < END_S, (seconds, run.output)
+    return f"all ended in {seconds:.1f} s: {said!r}"
+
+
+# What an engine says about a process that was killed.
+NAMES = {
+    "openmpi": r"process rank {} with PID .* exited on signal 9 \(Killed\)",
+    "slurm": r"error: .*: task {}: Killed",
+}
+CHECKS = {
+    "openmpi": {"losses": check_losses, "killed": check_killed},
+}
+
+
+def main(engine, *backends):
+    """Makes the checks; returns the exit code."""
+    wanted = os.environ.get("KERAS_TP_ENGINE_CHECKS", "").split()
+    failed = False
+    print(f"| engine, {COUNT} processes | backend | check | result |")
+    print("|---|---|---|---|", flush=True)
+    for backend in backends or BACKENDS:
+        for name, check in CHECKS[engine].items():
+            if wanted and name not in wanted:
+                continue
+            with tempfile.TemporaryDirectory(prefix="keras_tp_") as folder:
+                try:
+                    result = check(engine, backend, pathlib.Path(folder, name))
+                except (AssertionError, subprocess.TimeoutExpired) as e:
+                    failed = True
+                    result = "FAILED"
+                    print(e, file=sys.stderr)
+            print(f"| {engine} | {backend} | {name} | {result} |", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""Engines that start the processes: Open MPI and SLURM."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import keras
+import pytest
+
+from integration_tests import launching
+from integration_tests.slow_tests import SLOW
+
+BACKEND = keras.config.backend()
+# What CI tries; JAX detects engines by itself.
+CHECKS = {
+    "jax": ["losses", "killed"] if SLOW else [],
+    "tensorflow": ["losses", "killed"] if SLOW else ["losses"],
+    "torch": ["losses", "killed"],
+}
+
+pytestmark = pytest.mark.skipif(
+    "RANK" in os.environ, reason="starts its own processes"
+)
+
+
+def run(script, checks, processes):
+    """Runs a script of `shell/engines`; returns the lines of its table."""
+    result = subprocess.run(
+        ["bash", str(launching.ROOT / "shell" / "engines" / script), BACKEND],
+        env={
+            **os.environ,
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(launching.ROOT),
+            "KERAS_TP_ENGINE_PROCESSES": str(processes),
+            "KERAS_TP_ENGINE_CHECKS": " ".join(checks),
+        },
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout.splitlines()[2:]
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI")
+@pytest.mark.skipif(not CHECKS[BACKEND], reason="set KERAS_TP_SLOW=1 to run it")
+def test_open_mpi():
+    lines = run("openmpi.sh", CHECKS[BACKEND], 4 if SLOW else 2)
+    for line, check in zip(lines, CHECKS[BACKEND], strict=True):
+        assert f"| openmpi | {BACKEND} | {check} |" in line
