@@ -59,24 +59,31 @@ class Run:
     def output(self):
         return self._output.read_text()
 
+    def has_ended(self):
+        """Returns whether the engine says so."""
+        return self.process.poll() is not None
+
+    def succeeded(self):
+        """Returns whether the engine says so."""
+        return self.process.returncode == 0
+
     def wait_for(self, text):
         """Waits until the output has a text."""
         deadline = time.monotonic() + START_S
         while text not in self.output:
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            if self.has_ended() or time.monotonic() > deadline:
                 raise AssertionError(f"no {text!r} in:\n{self.output}")
             time.sleep(0.05)
-
-    def wait(self):
-        """Waits until the engine's command has ended; returns its code."""
-        return self.process.wait(START_S)
 
     def processes(self):
         """Returns the ids of the processes that run the script."""
         return [
             number
             for number in launching.running(str(self.folder))
-            if SCRIPT in _read(number, "cmdline") and number != self.process.pid
+            # Not an engine's command, which names the script as well.
+            if re.match(
+                rf"[^\0]*python[^\0]*\0{SCRIPT}", _read(number, "cmdline")
+            )
         ]
 
     def process_of(self, variable, index):
@@ -92,20 +99,79 @@ class Run:
     def seconds_to_end(self, began):
         """Waits until no process is left; returns the seconds."""
         deadline = time.monotonic() + START_S
-        while self.process.poll() is None or self.processes():
+        while not self.has_ended() or self.processes():
             if time.monotonic() > deadline:
                 raise AssertionError(f"it goes on:\n{self.output}")
             time.sleep(0.05)
         return time.monotonic() - began
 
-    def kill(self):
-        """Ends what a failed check has left."""
-        for number in [*self.processes(), self.process.pid]:
+    def send(self, number):
+        """Sends a signal to all processes."""
+        for found in self.processes():
             try:
-                os.kill(number, signal.SIGKILL)
+                os.kill(found, number)
             except ProcessLookupError:
                 continue
+
+    def kill(self):
+        """Ends what a failed check has left."""
+        self.process.kill()
         self.process.wait()
+        self.send(signal.SIGKILL)
+
+
+class Job(Run):
+    """A job of SLURM, whose batch script is that of a backend.
+
+    Args:
+        arguments: List of strings, arguments of the script.
+        folder: As in `Run`.
+        backend: String, the backend.
+    """
+
+    def __init__(self, arguments, folder, backend):
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self._output = folder / "output"
+        self._output.touch()
+        python = pathlib.Path(sys.executable).parent
+        variables = environment(backend)
+        # The script says these.
+        del variables["KERAS_BACKEND"], variables["KERAS_TP_SECRET"]
+        variables["PATH"] = f"{python}{os.pathsep}{variables['PATH']}"
+        self.number = _said(
+            *("sbatch", "--parsable", "--output", self._output),
+            *(f"--ntasks-per-node={COUNT // 2}",),
+            *(f"examples/slurm/{backend}.sh", *arguments),
+            env=variables,
+        )
+
+    def state(self):
+        """Returns SLURM's word for the state of the job."""
+        found = _said("scontrol", "show", "job", self.number)
+        return re.search(r"JobState=(\w+)", found)[1]
+
+    def has_ended(self):
+        return self.state() not in ("PENDING", "RUNNING", "COMPLETING")
+
+    def succeeded(self):
+        return self.state() == "COMPLETED"
+
+    def kill(self):
+        subprocess.run(["scancel", self.number])
+        self.send(signal.SIGKILL)
+
+
+def _said(*arguments, env=None):
+    """Returns what a command prints."""
+    return subprocess.run(
+        list(map(str, arguments)),
+        env=env,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=START_S,
+    ).stdout.strip()
 
 
 def _read(number, name):
@@ -126,15 +192,16 @@ def environment(backend):
     )
 
 
-def command(engine, *arguments):
-    """Returns the command of an engine that runs the script."""
-    script = [sys.executable, SCRIPT, *map(str, arguments)]
-    if engine == "openmpi":
-        return [
-            *("mpirun", "-n", str(COUNT), "--allow-run-as-root"),
-            *("--oversubscribe", "--bind-to", "none", *script),
-        ]
-    return ["srun", "-n", str(COUNT), "--kill-on-bad-exit=1", *script]
+def start(engine, backend, folder, *arguments):
+    """Starts the script by an engine, and returns the run."""
+    arguments = [*map(str, arguments), "--backup", str(folder)]
+    if engine == "slurm":
+        return Job(arguments, folder, backend)
+    command = [
+        *("mpirun", "-n", str(COUNT), "--allow-run-as-root"),
+        *("--oversubscribe", "--bind-to", "none"),
+    ]
+    return Run([*command, sys.executable, SCRIPT, *arguments], folder, backend)
 
 
 def losses(output):
@@ -143,10 +210,10 @@ def losses(output):
     return [(int(count), ast.literal_eval(values)) for count, values in found]
 
 
-def one_process(backend):
+def one_process(backend, epochs=3):
     """Returns the losses of one process without an engine."""
     result = subprocess.run(
-        [sys.executable, SCRIPT],
+        [sys.executable, SCRIPT, "--epochs", str(epochs)],
         env=environment(backend),
         capture_output=True,
         text=True,
@@ -161,22 +228,23 @@ def one_process(backend):
 def check_losses(engine, backend, folder):
     """Compares all processes with one."""
     want = one_process(backend)
-    run = Run(command(engine, "--backup", folder), folder, backend)
+    run = start(engine, backend, folder)
     try:
-        code = run.wait()
-        found = losses(run.output)
-        assert code == 0, run.output
-        assert len(found) == COUNT, run.output
+        run.seconds_to_end(time.monotonic())
+        assert run.succeeded(), run.output
+        return _compared(run.output, want)
     finally:
         run.kill()
-    return _compared(found, want)
 
 
-def _compared(found, want):
+def _compared(output, want):
+    """Compares the losses of each process with the last ones of another run."""
+    found = losses(output)
+    assert len(found) == COUNT, output
     worst = 0.0
     for count, values in found:
-        assert count == COUNT and len(values) == len(want), (found, want)
-        for value, other in zip(values, want):
+        assert count == COUNT and len(values) <= len(want), (found, want)
+        for value, other in zip(values, want[-len(values) :]):
             worst = max(worst, abs(value - other) / abs(other))
     assert worst < 1e-5, (found, want)
     return f"same losses ({worst:.0e})"
@@ -185,21 +253,59 @@ def _compared(found, want):
 def check_killed(engine, backend, folder):
     """One process is killed: all end, and the engine names it."""
     victim = COUNT // 2
-    arguments = ("--epochs", 10**6, "--backup", folder)
-    run = Run(command(engine, *arguments), folder, backend)
+    run = start(engine, backend, folder, "--epochs", 10**6)
     try:
         run.wait_for("Epoch 3/")
         number = run.process_of(INDEX[engine], victim)
         began = time.monotonic()
         os.kill(number, signal.SIGKILL)
         seconds = run.seconds_to_end(began)
-        assert run.process.returncode != 0
+        assert not run.succeeded()
     finally:
         run.kill()
     (said,) = re.findall(NAMES[engine].format(victim), run.output)[:1] or [""]
     assert said, run.output
     assert seconds < END_S, (seconds, run.output)
     return f"all ended in {seconds:.1f} s: {said!r}"
+
+
+def check_cancelled(engine, backend, folder):
+    """`scancel` ends all processes."""
+    run = start(engine, backend, folder, "--epochs", 10**6)
+    try:
+        run.wait_for("Epoch 3/")
+        began = time.monotonic()
+        _said("scancel", run.number)
+        seconds = run.seconds_to_end(began)
+        assert run.state() == "CANCELLED"
+    finally:
+        run.kill()
+    assert seconds < END_S, (seconds, run.output)
+    return f"all ended in {seconds:.1f} s"
+
+
+def check_requeued(engine, backend, folder):
+    """A job that starts again goes on from its backup."""
+    epochs = 12
+    want = one_process(backend, epochs)
+    run = start(engine, backend, folder, "--epochs", epochs)
+    try:
+        run.wait_for("Epoch 5/")
+        # It makes no more progress.
+        run.send(signal.SIGSTOP)
+        _said("scontrol", "requeue", run.number)
+        deadline = time.monotonic() + START_S
+        while run.state() != "PENDING":
+            assert time.monotonic() < deadline, run.state()
+            time.sleep(0.05)
+        # Otherwise SLURM waits for two minutes.
+        _said("scontrol", "update", f"JobId={run.number}", "StartTime=now")
+        run.seconds_to_end(time.monotonic())
+        assert run.succeeded(), run.output
+        assert run.output.count("Epoch 1/") == 1, run.output
+        return "resumed, " + _compared(run.output, want)
+    finally:
+        run.kill()
 
 
 # What an engine says about a process that was killed.
@@ -209,6 +315,12 @@ NAMES = {
 }
 CHECKS = {
     "openmpi": {"losses": check_losses, "killed": check_killed},
+    "slurm": {
+        "losses": check_losses,
+        "killed": check_killed,
+        "cancelled": check_cancelled,
+        "requeued": check_requeued,
+    },
 }
 
 
