@@ -1,7 +1,6 @@
 """Engines that start the processes: Open MPI and SLURM."""
 
 import os
-import shutil
 import subprocess
 import sys
 
@@ -40,12 +39,23 @@ def run(script, checks, processes):
         timeout=900,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout.splitlines()[2:]
+    if result.stdout.startswith("skipped: "):
+        pytest.skip(result.stdout)
+    found = result.stdout.splitlines()
+    return found[found.index("|---|---|---|---|") + 1 :]
 
 
-@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI")
 @pytest.mark.skipif(not CHECKS[BACKEND], reason="set KERAS_TP_SLOW=1 to run it")
 def test_open_mpi():
-    lines = run("openmpi.sh", CHECKS[BACKEND], 4 if SLOW else 2)
+    count = 4 if SLOW else 2
+    lines = run("openmpi.sh", CHECKS[BACKEND], count)
     for line, check in zip(lines, CHECKS[BACKEND], strict=True):
         assert f"| openmpi | {BACKEND} | {check} |" in line
+
+
+@pytest.mark.slow
+def test_slurm():
+    checks = ["losses", "killed", "cancelled", "requeued"]
+    lines = run("slurm.sh", checks, 4)
+    for line, check in zip(lines, checks, strict=True):
+        assert f"| slurm | {BACKEND} | {check} |" in line

@@ -7,6 +7,8 @@ import sys
 import keras
 
 from keras_tp import backend
+from keras_tp.backend.processes import engine_commands
+from keras_tp.backend.processes import engines
 from keras_tp.backend.processes import script_backend
 from keras_tp.backend.processes import supervisor
 
@@ -60,6 +62,12 @@ def main(argv=None):
         help="print the environment and command of each process and exit",
     )
     add(
+        "--print-env",
+        choices=engine_commands.ENGINES,
+        help="print the command with which this engine starts the processes, "
+        "and exit; the script has to call `distribution.initialize`",
+    )
+    add(
         "--all-output",
         action="store_true",
         help="show the output of every process, and every error with its "
@@ -69,7 +77,11 @@ def main(argv=None):
     add("args", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(argv)
     choice = script_backend.chosen_by(options.script)
-    problem = _problem(options) or _other_backend(options.script, choice)
+    problem = (
+        _problem(options)
+        or _engine_started(options)
+        or _other_backend(options.script, choice)
+    )
     if problem:
         parser.error(problem)
     if _is_to_take(choice):
@@ -84,8 +96,9 @@ def main(argv=None):
         options.processes,
         options.hosts,
         options.host_index or 0,
-        options.dry_run,
+        options.dry_run or options.print_env is not None,
         options.all_output,
+        options.print_env,
     )
     backend.distribution_lib.launch(plan, [options.script, *options.args])
 
@@ -103,6 +116,9 @@ def _problem(options):
             return f"--hosts must be HOST:PORT,..., not {','.join(hosts)}"
     if not hosts and options.host_index is not None:
         return "--host-index is an index of --hosts; pass --hosts too"
+    if options.print_env:
+        # The command is the same on each host.
+        options.host_index = 0
     if hosts and options.host_index not in range(len(hosts)):
         return (
             f"--host-index must be from 0 to {len(hosts) - 1}, one for each "
@@ -123,6 +139,26 @@ def _problem(options):
             "devices"
         )
     return None
+
+
+def _engine_started(options):
+    """Returns an error if an engine started several launchers, or `None`.
+
+    With `--hosts`, each of them starts the processes of its host.
+    """
+    engine = engines.find()
+    if engine is None or engine.count < 2 or options.hosts or options.dry_run:
+        return None
+    if options.print_env:
+        return None
+    return (
+        f"{engine.name} has started {engine.count} processes, and the launcher "
+        f"in each of them would start a run of its own. Let {engine.name} "
+        f"start the script itself, with `{engine.command} -n {engine.count} "
+        f"python {options.script}`: the script joins its processes with "
+        "`distribution.initialize()`. Or start one launcher on each host, with "
+        "--hosts and --host-index"
+    )
 
 
 def _other_backend(script, choice):

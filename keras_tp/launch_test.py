@@ -1,3 +1,4 @@
+import json
 import os
 import pathlib
 import re
@@ -234,3 +235,98 @@ def test_a_backend_that_cannot_distribute(script):
     result = launch("--devices", "2", script, KERAS_BACKEND="numpy")
     assert result.returncode == 1
     assert "Supported backends: 'jax'" in result.stderr
+
+
+def printed(engine, *options):
+    arguments = [
+        *("--print-env", engine),
+        *options,
+        "train.py",
+        "--size",
+        "a b",
+    ]
+    result = launch(*arguments)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+# The devices of a process, in each of the processes.
+SEVERAL = [] if keras.config.backend() == "torch" else ["--processes", "2"]
+COUNT = ["--devices", "2" if keras.config.backend() == "torch" else "4"]
+ON_HOSTS = ["--hosts", "a:9000,b:9100"]
+
+
+def test_the_command_of_slurm():
+    backend = keras.config.backend()
+    said = printed("slurm", *COUNT, *SEVERAL)
+    assert said.startswith(f"KERAS_BACKEND={backend} ")
+    command = (
+        "srun --ntasks 2 {}--distribution block --kill-on-bad-exit=1 python "
+        "train.py --size 'a b'"
+    )
+    assert said.endswith(command.format(""))
+    if SEVERAL:
+        assert DEVICES_SAID[backend].format(2) in said
+    said = printed("slurm", *COUNT, *SEVERAL, *ON_HOSTS)
+    assert said.endswith(command.format("--ntasks-per-node 1 --nodelist a,b "))
+
+
+def test_the_command_of_open_mpi():
+    backend = keras.config.backend()
+    said = printed("mpi", *COUNT, *SEVERAL)
+    assert said.startswith(f"mpirun -n 2 -x KERAS_BACKEND={backend} ")
+    assert said.endswith("python train.py --size 'a b'")
+    assert "ADDRESSES" not in said
+    said = printed("mpi", *COUNT, *SEVERAL, *ON_HOSTS)
+    assert " --host a:1,b:1 " in said
+    assert " -x KERAS_DISTRIBUTION_JOB_ADDRESSES=a:9000,b:9100 " in said
+    assert " -x KERAS_TP_SECRET " in said
+
+
+def test_the_manifest_for_kubernetes():
+    service, job = json.loads(printed("k8s", *COUNT, *SEVERAL))["items"]
+    name = service["metadata"]["name"]
+    spec = job["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == 2
+    pod = spec["template"]["spec"]
+    assert pod["subdomain"] == name
+    (container,) = pod["containers"]
+    assert container["command"] == ["python", "train.py", "--size", "a b"]
+    told = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert told["KERAS_DISTRIBUTION_JOB_ADDRESSES"] == (
+        f"{name}-0.{name}:9000,{name}-1.{name}:9000"
+    )
+    assert told["KERAS_DISTRIBUTION_NUM_PROCESSES"] == "2"
+    assert {"KERAS_DISTRIBUTION_PROCESS_ID", "KERAS_TP_SECRET"} <= set(told)
+
+
+STARTED = {
+    "Open MPI": {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
+    "SLURM": {
+        "SLURM_STEP_NODELIST": "node1",
+        "SLURM_NTASKS": "4",
+        "SLURM_PROCID": "1",
+    },
+}
+
+
+@pytest.mark.parametrize("engine", STARTED)
+def test_an_engine_has_started_several_launchers(engine, monkeypatch, capsys):
+    for name, value in STARTED[engine].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as error:
+        main(["--devices", "4", "train.py"])
+    assert error.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    command = {"Open MPI": "mpirun", "SLURM": "srun"}[engine]
+    assert f"{engine} has started 4 processes" in said
+    assert f"`{command} -n 4 python train.py`" in said
+    # One launcher for each host is another thing.
+    main(
+        [
+            *("--devices", "4", "--hosts", "a:9000,b:9000"),
+            *("--host-index", "1", "--dry-run", "train.py"),
+        ]
+    )
+    assert "train.py" in capsys.readouterr().out

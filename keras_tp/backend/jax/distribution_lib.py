@@ -25,6 +25,7 @@ from keras_tp.backend.jax import parts
 from keras_tp.backend.jax import processes
 from keras_tp.backend.jax import storage
 from keras_tp.backend.processes import commands
+from keras_tp.backend.processes import engine_commands
 from keras_tp.backend.processes import supervisor
 
 # XLA aborts a CPU collective whose participants do not arrive in time. With
@@ -310,6 +311,9 @@ def launch(plan, argv):
         argv: List of strings: the script and its arguments.
     """
     plan = plan.with_processes()
+    if plan.engine is not None:
+        engine_commands.show(plan, argv, _device_variables)
+        return
     if plan.processes > 1 or plan.dry_run:
         supervisor.launch(
             plan, argv, functools.partial(_process_variables, plan)
@@ -344,11 +348,15 @@ def how_to_launch(device_count):
     return f"To run on {device_count} devices: `{command}`."
 
 
+def _device_variables(device_count):
+    """Returns the environment variables that make virtual devices."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {"XLA_FLAGS": _xla_flags(flags, device_count)}
+
+
 def _process_variables(plan, device_count, local):
     """Returns the environment variables of one process of a host."""
-    found = {
-        "XLA_FLAGS": _xla_flags(os.environ.get("XLA_FLAGS", ""), device_count)
-    }
+    found = _device_variables(device_count)
     if plan.processes_here > 1:
         # The processes of a host share its accelerators too.
         own = range(local * device_count, (local + 1) * device_count)

@@ -27,12 +27,15 @@ VARIABLES = (*_MPI, _MPI_URI, *_SLURM)
 
 
 class Engine(
-    collections.namedtuple("Engine", "name index count local_index run hosts")
+    collections.namedtuple(
+        "Engine", "name command index count local_index run hosts"
+    )
 ):
     """An engine that started this process, and the place of the process.
 
     Args:
         name: String, such as `"Open MPI"`.
+        command: String, the command that starts processes.
         index: Int. Index of this process among all.
         count: Int. Number of processes of the run.
         local_index: Int. Index of this process on its host.
@@ -102,6 +105,7 @@ def _open_mpi(given):
     uri = given.get(_MPI_URI, "").partition(".")[0]
     return Engine(
         "Open MPI",
+        "mpirun",
         index,
         count,
         int(given.get("OMPI_COMM_WORLD_LOCAL_RANK", index)),
@@ -145,6 +149,7 @@ def _slurm(given):
     job, step = (given.get(f"SLURM_{name}_ID", "") for name in ("JOB", "STEP"))
     return Engine(
         "SLURM",
+        "srun",
         index,
         count,
         int(given.get("SLURM_LOCALID", index)),

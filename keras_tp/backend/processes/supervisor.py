@@ -70,7 +70,9 @@ class Process(collections.namedtuple("Process", "index command environment")):
 
 class Plan(
     collections.namedtuple(
-        "Plan", "devices processes hosts host_index dry_run all_output"
+        "Plan",
+        "devices processes hosts host_index dry_run all_output engine",
+        defaults=[None],
     )
 ):
     """The devices, processes and hosts of a run.
@@ -84,6 +86,8 @@ class Plan(
         host_index: Int. Index of this host.
         dry_run: Boolean. Whether to print the commands and run nothing.
         all_output: Boolean. Whether all processes print, not only process 0.
+        engine: String. The engine whose command to print. With it, `dry_run`
+            is `True`. Defaults to `None`.
     """
 
     def with_processes(self):

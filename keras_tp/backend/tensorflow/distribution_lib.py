@@ -15,6 +15,7 @@ from tensorflow.python.eager import record
 
 from keras_tp.backend.hooks import backend_row
 from keras_tp.backend.processes import commands
+from keras_tp.backend.processes import engine_commands
 from keras_tp.backend.processes import engines
 from keras_tp.backend.processes import supervisor
 from keras_tp.backend.tensorflow import batches
@@ -214,6 +215,9 @@ def launch(plan, argv):
     If TensorFlow finds no accelerator, virtual CPU devices are made.
     """
     plan = plan.with_processes()
+    if plan.engine is not None:
+        engine_commands.show(plan, argv, _process_variables)
+        return
     if plan.processes > 1 or plan.dry_run:
         supervisor.launch(plan, argv, _process_variables)
         return
@@ -240,7 +244,7 @@ def how_to_launch(device_count):
     return f"To run on {device_count} devices: `{command}`."
 
 
-def _process_variables(device_count, local):
+def _process_variables(device_count, local=0):
     """Returns the environment variables of a process of this host."""
     return {devices.CPU_DEVICES: str(device_count)}
 

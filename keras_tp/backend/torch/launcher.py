@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from keras_tp.backend import hooks
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.processes import commands
+from keras_tp.backend.processes import engine_commands
 from keras_tp.backend.processes import error_propagation
 from keras_tp.backend.processes import failure_report
 from keras_tp.backend.processes.supervisor import free_ports
@@ -72,6 +73,9 @@ def launch(plan, argv):
             f"`--processes` out, or set it to {plan.devices}. Received: "
             f"--devices {plan.devices} --processes {plan.processes}"
         )
+    if plan.engine is not None:
+        engine_commands.show(plan._replace(processes=plan.devices), argv)
+        return
     per_host = plan.devices // max(len(plan.hosts), 1)
     # Not `--standalone`: that rendezvous loads a pickle from a socket.
     hosts = plan.hosts or [f"127.0.0.1:{port}" for port in free_ports(1)]

@@ -1,0 +1,121 @@
+"""The commands with which other engines start the processes of a run."""
+
+import json
+import shlex
+import sys
+
+import keras
+
+from keras_tp.backend.processes import supervisor
+
+_PORT = 9000
+_NAME = "train"
+# Kubernetes gives each pod of an indexed job its index here.
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def show(plan, argv, environment=None):
+    """Prints the command of `plan.engine` for a run.
+
+    Args:
+        plan: `supervisor.Plan`. If it has hosts, the command names them.
+        argv: List of strings. The script and its arguments. The script has to
+            call `distribution.initialize`.
+        environment: Function of the number of devices of a process. It returns
+            the environment variables with which the backend makes virtual
+            devices. Defaults to `None`: a process has one device.
+    """
+    variables = {"KERAS_BACKEND": keras.config.backend()}
+    count = plan.devices // plan.processes
+    if count > 1:
+        variables.update(environment(count))
+    found = _COMMANDS[plan.engine](plan, ["python", *argv], variables)
+    sys.stdout.write(found + "\n")
+
+
+def _slurm(plan, argv, variables):
+    told = [f"{name}={shlex.quote(v)}" for name, v in variables.items()]
+    options = ["--ntasks", str(plan.processes)]
+    if plan.hosts:
+        names = [host.rpartition(":")[0] for host in plan.hosts]
+        options += ["--ntasks-per-node", str(plan.processes_here)]
+        options += ["--nodelist", ",".join(names)]
+    options += ["--distribution", "block", "--kill-on-bad-exit=1"]
+    return " ".join([*told, shlex.join(["srun", *options, *argv])])
+
+
+def _mpi(plan, argv, variables):
+    options = ["-n", str(plan.processes)]
+    if plan.hosts:
+        names = [host.rpartition(":")[0] for host in plan.hosts]
+        slots = [f"{name}:{plan.processes_here}" for name in names]
+        options += ["--host", ",".join(slots)]
+        addresses = ",".join(plan.addresses())
+        variables = {**variables, supervisor.ADDRESSES: addresses}
+    for name, value in variables.items():
+        options += ["-x", f"{name}={value}"]
+    if plan.hosts:
+        # From the environment of mpirun.
+        options += ["-x", "KERAS_TP_SECRET"]
+    return shlex.join(["mpirun", *options, *argv])
+
+
+def _kubernetes(plan, argv, variables):
+    addresses = ",".join(
+        f"{_NAME}-{index}.{_NAME}:{_PORT}" for index in range(plan.processes)
+    )
+    told = {
+        **variables,
+        supervisor.ADDRESSES: addresses,
+        supervisor.COUNT: str(plan.processes),
+    }
+    secret = {"name": _NAME, "key": "secret"}
+    environment = [
+        *({"name": name, "value": value} for name, value in told.items()),
+        {
+            "name": supervisor.INDEX,
+            "valueFrom": {"fieldRef": {"fieldPath": _INDEX}},
+        },
+        {"name": "KERAS_TP_SECRET", "valueFrom": {"secretKeyRef": secret}},
+    ]
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": _NAME},
+        # Names of pods have an address before their pods are ready.
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": _NAME},
+        },
+    }
+    container = {
+        "name": _NAME,
+        "image": "IMAGE",
+        "command": argv,
+        "env": environment,
+    }
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": _NAME},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": plan.processes,
+            "parallelism": plan.processes,
+            "backoffLimit": 0,
+            "template": {
+                "spec": {
+                    "subdomain": _NAME,
+                    "restartPolicy": "Never",
+                    "containers": [container],
+                }
+            },
+        },
+    }
+    both = {"apiVersion": "v1", "kind": "List", "items": [service, job]}
+    return json.dumps(both, indent=2)
+
+
+_COMMANDS = {"slurm": _slurm, "mpi": _mpi, "k8s": _kubernetes}
+ENGINES = tuple(_COMMANDS)
