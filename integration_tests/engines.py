@@ -2,6 +2,7 @@
 
     python -m integration_tests.engines openmpi [BACKEND...]
     python -m integration_tests.engines slurm [BACKEND...]
+    python -m integration_tests.engines ray [BACKEND...]
 
 `shell/engines/` has a script for each engine, which starts its daemons if it
 has any. KERAS_TP_ENGINE_PROCESSES says how many processes there are, by default
@@ -24,7 +25,11 @@ from integration_tests import launching
 BACKENDS = ("jax", "tensorflow", "torch")
 SCRIPT = "examples/engines/train.py"
 # The variable with the index of a process.
-INDEX = {"openmpi": "OMPI_COMM_WORLD_RANK", "slurm": "SLURM_PROCID"}
+INDEX = {
+    "openmpi": "OMPI_COMM_WORLD_RANK",
+    "slurm": "SLURM_PROCID",
+    "ray": "KERAS_DISTRIBUTION_PROCESS_ID",
+}
 COUNT = int(os.environ.get("KERAS_TP_ENGINE_PROCESSES", "4"))
 # Seconds in which a run has to start or to end, on a busy machine.
 START_S = 300
@@ -120,6 +125,17 @@ class Run:
         self.send(signal.SIGKILL)
 
 
+class Actors(Run):
+    """A run whose processes are actors of Ray."""
+
+    def processes(self):
+        return [
+            number
+            for number in launching.running("ray::Process")
+            if INDEX["ray"] in _read(number, "environ")
+        ]
+
+
 class Job(Run):
     """A job of SLURM, whose batch script is that of a backend.
 
@@ -134,11 +150,9 @@ class Job(Run):
         self.folder = folder
         self._output = folder / "output"
         self._output.touch()
-        python = pathlib.Path(sys.executable).parent
         variables = environment(backend)
         # The script says these.
         del variables["KERAS_BACKEND"], variables["KERAS_TP_SECRET"]
-        variables["PATH"] = f"{python}{os.pathsep}{variables['PATH']}"
         self.number = _said(
             *("sbatch", "--parsable", "--output", self._output),
             *(f"--ntasks-per-node={COUNT // 2}",),
@@ -183,11 +197,20 @@ def _read(number, name):
 
 def environment(backend):
     """Returns the variables of a run, with one device in each process."""
+    # The commands start `python`.
+    folder = pathlib.Path(sys.executable).parent
     return launching.environment(
         devices=1,
+        PATH=f"{folder}{os.pathsep}{os.environ['PATH']}",
         KERAS_BACKEND=backend,
         KERAS_TP_SECRET=secrets.token_hex(16),
         OMP_NUM_THREADS="1",
+        # mpirun refuses both without these.
+        OMPI_ALLOW_RUN_AS_ROOT="1",
+        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        OMPI_MCA_rmaps_base_oversubscribe="1",
+        # Ray leaves out equal lines of several processes.
+        RAY_DEDUP_LOGS="0",
         TF_CPP_MIN_LOG_LEVEL="3",
     )
 
@@ -195,13 +218,27 @@ def environment(backend):
 def start(engine, backend, folder, *arguments):
     """Starts the script by an engine, and returns the run."""
     arguments = [*map(str, arguments), "--backup", str(folder)]
+    if engine == "ray":
+        return start_printed(engine, backend, folder, COUNT, *arguments)
     if engine == "slurm":
         return Job(arguments, folder, backend)
-    command = [
-        *("mpirun", "-n", str(COUNT), "--allow-run-as-root"),
-        *("--oversubscribe", "--bind-to", "none"),
-    ]
-    return Run([*command, sys.executable, SCRIPT, *arguments], folder, backend)
+    command = ["mpirun", "-n", str(COUNT), "python", SCRIPT, *arguments]
+    return Run(command, folder, backend)
+
+
+def start_printed(engine, backend, folder, processes, *arguments):
+    """Runs the command that `launch --print-env` prints."""
+    word = {"openmpi": "mpi"}.get(engine, engine)
+    printed = _said(
+        *(sys.executable, "-m", "keras_tp.launch", "--print-env", word),
+        *("--devices", COUNT, "--processes", processes, SCRIPT, *arguments),
+        env=environment(backend),
+    )
+    if engine != "ray":
+        return Run(["bash", "-c", printed], folder, backend)
+    folder.mkdir()
+    (folder / "run.py").write_text(printed)
+    return Actors([sys.executable, folder / "run.py"], folder, backend)
 
 
 def losses(output):
@@ -237,10 +274,24 @@ def check_losses(engine, backend, folder):
         run.kill()
 
 
-def _compared(output, want):
+def check_printed(engine, backend, folder):
+    """Runs the command that `launch --print-env` prints."""
+    processes = COUNT if backend == "torch" else COUNT // 2
+    want = one_process(backend)
+    arguments = ("--backup", folder)
+    run = start_printed(engine, backend, folder, processes, *arguments)
+    try:
+        run.seconds_to_end(time.monotonic())
+        assert run.succeeded(), run.output
+        return _compared(run.output, want, processes)
+    finally:
+        run.kill()
+
+
+def _compared(output, want, processes=COUNT):
     """Compares the losses of each process with the last ones of another run."""
     found = losses(output)
-    assert len(found) == COUNT, output
+    assert len(found) == processes, output
     worst = 0.0
     for count, values in found:
         assert count == COUNT and len(values) <= len(want), (found, want)
@@ -312,11 +363,18 @@ def check_requeued(engine, backend, folder):
 NAMES = {
     "openmpi": r"process rank {} with PID .* exited on signal 9 \(Killed\)",
     "slurm": r"error: .*: task {}: Killed",
+    "ray": r"name: process {}",
 }
 CHECKS = {
-    "openmpi": {"losses": check_losses, "killed": check_killed},
+    "openmpi": {
+        "losses": check_losses,
+        "printed": check_printed,
+        "killed": check_killed,
+    },
+    "ray": {"losses": check_losses, "killed": check_killed},
     "slurm": {
         "losses": check_losses,
+        "printed": check_printed,
         "killed": check_killed,
         "cancelled": check_cancelled,
         "requeued": check_requeued,

@@ -330,3 +330,11 @@ def test_an_engine_has_started_several_launchers(engine, monkeypatch, capsys):
         ]
     )
     assert "train.py" in capsys.readouterr().out
+
+
+def test_the_program_for_ray():
+    said = printed("ray", *COUNT, *SEVERAL)
+    compile(said, "run.py", "exec")
+    assert "ARGUMENTS = ['train.py', '--size', 'a b']" in said
+    assert f"'KERAS_BACKEND': {keras.config.backend()!r}" in said
+    assert "COUNT = 2\n" in said

@@ -117,5 +117,71 @@ def _kubernetes(plan, argv, variables):
     return json.dumps(both, indent=2)
 
 
-_COMMANDS = {"slurm": _slurm, "mpi": _mpi, "k8s": _kubernetes}
+_PROGRAM = '''\
+"""Runs a script in several processes of a Ray cluster."""
+
+import os
+import runpy
+import secrets
+import socket
+import sys
+
+import ray
+
+ARGUMENTS = {argv!r}
+VARIABLES = {variables!r}
+COUNT = {count}
+
+
+# On accelerators: `@ray.remote(num_gpus={devices})`.
+@ray.remote(num_cpus=1)
+class Process:
+    def address(self):
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+        return f"{{ray.util.get_node_ip_address()}}:{{port}}"
+
+    def run(self, addresses):
+        os.environ["{addresses}"] = addresses
+        sys.argv = ARGUMENTS
+        sys.path.insert(0, os.path.dirname(os.path.abspath(ARGUMENTS[0])))
+        runpy.run_path(ARGUMENTS[0], run_name="__main__")
+
+
+ray.init()
+VARIABLES["{count_name}"] = str(COUNT)
+VARIABLES["KERAS_TP_SECRET"] = secrets.token_hex(16)
+processes = []
+for index in range(COUNT):
+    variables = {{**VARIABLES, "{index_name}": str(index)}}
+    options = dict(
+        name=f"process {{index}}", runtime_env=dict(env_vars=variables)
+    )
+    processes.append(Process.options(**options).remote())
+started = [process.address.remote() for process in processes]
+ready, missing = ray.wait(started, num_returns=COUNT, timeout=60)
+if missing:
+    sys.exit(
+        f"Ray has started {{len(ready)}} of {{COUNT}} processes within 60 "
+        "seconds. Each needs what `@ray.remote` says. The cluster has: "
+        f"{{ray.cluster_resources()}}"
+    )
+addresses = ",".join(ray.get(started))
+# If a process ends with an error, this raises it, and Ray ends the others.
+ray.get([process.run.remote(addresses) for process in processes])'''
+
+
+def _ray(plan, argv, variables):
+    return _PROGRAM.format(
+        argv=argv[1:],
+        variables=variables,
+        count=plan.processes,
+        devices=plan.devices // plan.processes,
+        addresses=supervisor.ADDRESSES,
+        count_name=supervisor.COUNT,
+        index_name=supervisor.INDEX,
+    )
+
+
+_COMMANDS = {"slurm": _slurm, "mpi": _mpi, "k8s": _kubernetes, "ray": _ray}
 ENGINES = tuple(_COMMANDS)
