@@ -57,7 +57,7 @@ def test_open_mpi():
 
 @pytest.mark.slow
 def test_slurm():
-    checks = ["losses", "printed", "killed", "cancelled", "requeued"]
+    checks = ["losses", "printed", "killed", "unaided", "cancelled", "requeued"]
     lines = run("slurm.sh", checks, 4)
     for line, check in zip(lines, checks, strict=True):
         assert f"| slurm | {BACKEND} | {check} |" in line

@@ -167,8 +167,23 @@ if missing:
         f"{{ray.cluster_resources()}}"
     )
 addresses = ",".join(ray.get(started))
-# If a process ends with an error, this raises it, and Ray ends the others.
-ray.get([process.run.remote(addresses) for process in processes])'''
+left = [process.run.remote(addresses) for process in processes]
+indices = dict((result, index) for index, result in enumerate(left))
+errors = []
+while left:
+    # After an error, the others have a few seconds to tell theirs.
+    done, left = ray.wait(left, timeout=5 if errors else None)
+    if not done:
+        break
+    try:
+        ray.get(done)
+    except ray.exceptions.RayError as e:
+        errors.append((indices[done[0]], e))
+# A process that died is the cause of the errors of others.
+died = ray.exceptions.ActorDiedError
+errors.sort(key=lambda pair: not isinstance(pair[1], died))
+if errors:
+    sys.exit("First error, process {{}} of {count}: {{}}".format(*errors[0]))'''
 
 
 def _ray(plan, argv, variables):
