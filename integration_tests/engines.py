@@ -337,7 +337,9 @@ def check_unaided(engine, backend, folder):
         assert not run.succeeded()
     finally:
         run.kill()
-    named = re.findall(rf"[Pp]rocess(?:\(es\))? \[?{victim}\b.*", run.output)
+    named = re.findall(
+        rf"Process {victim} has ended|process\(es\) \[{victim}\]", run.output
+    )
     assert named, run.output
     assert seconds < UNAIDED_S, (seconds, run.output)
     return f"all ended in {seconds:.1f} s: {named[0]!r}"

@@ -131,6 +131,15 @@ def tell_error(kind, error, trace):
     )
 
 
+def explain(error):
+    """Adds a note on the other processes to an error that Python will print.
+
+    Does nothing in a process of the launcher, where `tell_error` adds it.
+    """
+    if not _ending.error_file:
+        _add_cause(error)
+
+
 def _add_cause(error):
     """Adds a note on the other processes to a communication error."""
     if isinstance(error, _ending.errors):
@@ -166,6 +175,7 @@ def together(store, put, get, *errors):
     stopped = threading.Event()
 
     def excepthook(kind, error, trace):
+        explain(error)
         before(kind, error, trace)
         first_line = traceback.format_exception_only(kind, error)[-1].strip()
         fail(1, first_line)

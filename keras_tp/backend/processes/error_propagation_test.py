@@ -24,6 +24,22 @@ error_propagation.together(store, put, get)
 raise ValueError("the first error")
 """
 
+# No launcher has started it.
+BY_AN_ENGINE = """
+import types
+
+from keras_tp.backend.processes import error_propagation
+from keras_tp.backend.processes import heartbeats
+
+def get(key, seconds):
+    raise TimeoutError(key)
+
+heartbeats.cause = lambda seconds: "Process 2 has ended."
+store = types.SimpleNamespace(index=1, count=4)
+error_propagation.together(store, lambda key, value: None, get)
+raise RuntimeError("Connection reset by peer")
+"""
+
 
 def test_a_process_that_failed_ends_if_the_store_does_not_answer():
     ended = subprocess.run(
@@ -34,6 +50,18 @@ def test_a_process_that_failed_ends_if_the_store_does_not_answer():
     )
     assert ended.returncode == 1
     assert "ValueError: the first error" in ended.stderr
+
+
+def test_an_error_names_its_cause_without_the_launcher():
+    ended = subprocess.run(
+        [sys.executable, "-c", BY_AN_ENGINE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    said = "RuntimeError: Connection reset by peer\nProcess 2 has ended.\n"
+    assert said in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ def start(init_method=None, num_processes=None, process_id=None):
 
 def _note_failure(report, kind, error, trace):
     _failed.append(True)
+    error_propagation.explain(error)
     report(kind, error, trace)
     heartbeats.leave(traceback.format_exception_only(kind, error)[0].strip())
 
