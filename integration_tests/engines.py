@@ -3,6 +3,7 @@
     python -m integration_tests.engines openmpi [BACKEND...]
     python -m integration_tests.engines slurm [BACKEND...]
     python -m integration_tests.engines ray [BACKEND...]
+    python -m integration_tests.engines torchrun torch
 
 `shell/engines/` has a script for each engine, which starts its daemons if it
 has any. KERAS_TP_ENGINE_PROCESSES says how many processes there are, by default
@@ -13,235 +14,28 @@ import ast
 import os
 import pathlib
 import re
-import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 
-from integration_tests import launching
+from integration_tests.engine_runs import COUNT
+from integration_tests.engine_runs import INDEX
+from integration_tests.engine_runs import SCRIPT
+from integration_tests.engine_runs import START_S
+from integration_tests.engine_runs import Run
+from integration_tests.engine_runs import environment
+from integration_tests.engine_runs import said
+from integration_tests.engine_runs import start
+from integration_tests.engine_runs import start_printed
 
 BACKENDS = ("jax", "tensorflow", "torch")
-SCRIPT = "examples/engines/train.py"
-# The variable with the index of a process.
-INDEX = {
-    "openmpi": "OMPI_COMM_WORLD_RANK",
-    "slurm": "SLURM_PROCID",
-    "ray": "KERAS_DISTRIBUTION_PROCESS_ID",
-}
-COUNT = int(os.environ.get("KERAS_TP_ENGINE_PROCESSES", "4"))
-# Seconds in which a run has to start or to end, on a busy machine.
-START_S = 300
 # Seconds in which all processes end after one is lost.
 END_S = 10
 # Seconds in which they end if the engine leaves it to them: KERAS_TP_TIMEOUT,
 # and what `docs/processes.md` adds.
 UNAIDED_S = 60
-
-
-class Run:
-    """A run that an engine has started, and its output so far.
-
-    Args:
-        command: List of strings.
-        folder: Path of a new folder. It is an argument of the script, so that
-            the command of each process names it.
-        backend: String, the backend.
-    """
-
-    def __init__(self, command, folder, backend):
-        folder.mkdir(exist_ok=True)
-        self.folder = folder
-        self._output = folder / "output"
-        with open(self._output, "a") as file:
-            self.process = subprocess.Popen(
-                command,
-                env=environment(backend),
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
-
-    @property
-    def output(self):
-        return self._output.read_text()
-
-    def has_ended(self):
-        """Returns whether the engine says so."""
-        return self.process.poll() is not None
-
-    def succeeded(self):
-        """Returns whether the engine says so."""
-        return self.process.returncode == 0
-
-    def wait_for(self, text):
-        """Waits until the output has a text."""
-        deadline = time.monotonic() + START_S
-        while text not in self.output:
-            if self.has_ended() or time.monotonic() > deadline:
-                raise AssertionError(f"no {text!r} in:\n{self.output}")
-            time.sleep(0.05)
-
-    def processes(self):
-        """Returns the ids of the processes that run the script."""
-        return [
-            number
-            for number in launching.running(str(self.folder))
-            # Not an engine's command, which names the script as well.
-            if re.match(
-                rf"[^\0]*python[^\0]*\0{SCRIPT}", _read(number, "cmdline")
-            )
-        ]
-
-    def process_of(self, variable, index):
-        """Returns the id of the process with an index."""
-        text = f"{variable}={index}"
-        (found,) = (
-            number
-            for number in self.processes()
-            if text in _read(number, "environ").split("\0")
-        )
-        return found
-
-    def seconds_to_end(self, began):
-        """Waits until no process is left; returns the seconds."""
-        deadline = time.monotonic() + START_S
-        while not self.has_ended() or self.processes():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"it goes on:\n{self.output}")
-            time.sleep(0.05)
-        return time.monotonic() - began
-
-    def send(self, number):
-        """Sends a signal to all processes."""
-        for found in self.processes():
-            try:
-                os.kill(found, number)
-            except ProcessLookupError:
-                continue
-
-    def kill(self):
-        """Ends what a failed check has left."""
-        self.process.kill()
-        self.process.wait()
-        self.send(signal.SIGKILL)
-
-
-class Actors(Run):
-    """A run whose processes are actors of Ray."""
-
-    def processes(self):
-        return [
-            number
-            for number in launching.running("ray::Process")
-            if INDEX["ray"] in _read(number, "environ")
-        ]
-
-
-class Job(Run):
-    """A job of SLURM, whose batch script is that of a backend.
-
-    Args:
-        arguments: List of strings, arguments of the script.
-        folder: As in `Run`.
-        backend: String, the backend.
-    """
-
-    def __init__(self, arguments, folder, backend):
-        folder.mkdir(exist_ok=True)
-        self.folder = folder
-        self._output = folder / "output"
-        self._output.touch()
-        variables = environment(backend)
-        # The script says these.
-        del variables["KERAS_BACKEND"], variables["KERAS_TP_SECRET"]
-        self.number = _said(
-            *("sbatch", "--parsable", "--output", self._output),
-            *(f"--ntasks-per-node={COUNT // 2}",),
-            *(f"examples/slurm/{backend}.sh", *arguments),
-            env=variables,
-        )
-
-    def state(self):
-        """Returns SLURM's word for the state of the job."""
-        found = _said("scontrol", "show", "job", self.number)
-        return re.search(r"JobState=(\w+)", found)[1]
-
-    def has_ended(self):
-        return self.state() not in ("PENDING", "RUNNING", "COMPLETING")
-
-    def succeeded(self):
-        return self.state() == "COMPLETED"
-
-    def kill(self):
-        subprocess.run(["scancel", self.number])
-        self.send(signal.SIGKILL)
-
-
-def _said(*arguments, env=None):
-    """Returns what a command prints."""
-    return subprocess.run(
-        list(map(str, arguments)),
-        env=env,
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=START_S,
-    ).stdout.strip()
-
-
-def _read(number, name):
-    try:
-        return pathlib.Path(f"/proc/{number}/{name}").read_text()
-    except OSError:
-        return ""
-
-
-def environment(backend):
-    """Returns the variables of a run, with one device in each process."""
-    # The commands start `python`.
-    folder = pathlib.Path(sys.executable).parent
-    return launching.environment(
-        devices=1,
-        PATH=f"{folder}{os.pathsep}{os.environ['PATH']}",
-        KERAS_BACKEND=backend,
-        KERAS_TP_SECRET=secrets.token_hex(16),
-        OMP_NUM_THREADS="1",
-        # mpirun refuses both without these.
-        OMPI_ALLOW_RUN_AS_ROOT="1",
-        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
-        OMPI_MCA_rmaps_base_oversubscribe="1",
-        # Ray leaves out equal lines of several processes.
-        RAY_DEDUP_LOGS="0",
-        TF_CPP_MIN_LOG_LEVEL="3",
-    )
-
-
-def start(engine, backend, folder, *arguments):
-    """Starts the script by an engine, and returns the run."""
-    arguments = [*map(str, arguments), "--backup", str(folder)]
-    if engine == "ray":
-        return start_printed(engine, backend, folder, COUNT, *arguments)
-    if engine == "slurm":
-        return Job(arguments, folder, backend)
-    command = ["mpirun", "-n", str(COUNT), "python", SCRIPT, *arguments]
-    return Run(command, folder, backend)
-
-
-def start_printed(engine, backend, folder, processes, *arguments):
-    """Runs the command that `launch --print-env` prints."""
-    word = {"openmpi": "mpi"}.get(engine, engine)
-    printed = _said(
-        *(sys.executable, "-m", "keras_tp.launch", "--print-env", word),
-        *("--devices", COUNT, "--processes", processes, SCRIPT, *arguments),
-        env=environment(backend),
-    )
-    if engine != "ray":
-        return Run(["bash", "-c", printed], folder, backend)
-    folder.mkdir()
-    (folder / "run.py").write_text(printed)
-    return Actors([sys.executable, folder / "run.py"], folder, backend)
 
 
 def losses(output):
@@ -317,10 +111,10 @@ def check_killed(engine, backend, folder):
         assert not run.succeeded()
     finally:
         run.kill()
-    (said,) = re.findall(NAMES[engine].format(victim), run.output)[:1] or [""]
-    assert said, run.output
+    (named,) = re.findall(NAMES[engine].format(victim), run.output)[:1] or [""]
+    assert named, run.output
     assert seconds < END_S, (seconds, run.output)
-    return f"all ended in {seconds:.1f} s: {said!r}"
+    return f"all ended in {seconds:.1f} s: {named!r}"
 
 
 def check_unaided(engine, backend, folder):
@@ -351,7 +145,7 @@ def check_cancelled(engine, backend, folder):
     try:
         run.wait_for("Epoch 3/")
         began = time.monotonic()
-        _said("scancel", run.number)
+        said("scancel", run.number)
         seconds = run.seconds_to_end(began)
         assert run.state() == "CANCELLED"
     finally:
@@ -369,13 +163,30 @@ def check_requeued(engine, backend, folder):
         run.wait_for("Epoch 5/")
         # It makes no more progress.
         run.send(signal.SIGSTOP)
-        _said("scontrol", "requeue", run.number)
+        said("scontrol", "requeue", run.number)
         deadline = time.monotonic() + START_S
         while run.state() != "PENDING":
             assert time.monotonic() < deadline, run.state()
             time.sleep(0.05)
         # Otherwise SLURM waits for two minutes.
-        _said("scontrol", "update", f"JobId={run.number}", "StartTime=now")
+        said("scontrol", "update", f"JobId={run.number}", "StartTime=now")
+        run.seconds_to_end(time.monotonic())
+        assert run.succeeded(), run.output
+        assert run.output.count("Epoch 1/") == 1, run.output
+        return "resumed, " + _compared(run.output, want)
+    finally:
+        run.kill()
+
+
+def check_restarted(engine, backend, folder):
+    """The engine starts all again after a kill: they go on from the backup."""
+    epochs = 12
+    want = one_process(backend, epochs)
+    run = start(engine, backend, folder, "--epochs", epochs)
+    try:
+        run.wait_for("Epoch 5/")
+        # The others make no more progress.
+        os.kill(run.process_of(INDEX[engine], COUNT // 2), signal.SIGKILL)
         run.seconds_to_end(time.monotonic())
         assert run.succeeded(), run.output
         assert run.output.count("Epoch 1/") == 1, run.output
@@ -397,6 +208,7 @@ CHECKS = {
         "killed": check_killed,
     },
     "ray": {"losses": check_losses, "killed": check_killed},
+    "torchrun": {"losses": check_losses, "restarted": check_restarted},
     "slurm": {
         "losses": check_losses,
         "printed": check_printed,
