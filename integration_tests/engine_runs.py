@@ -74,7 +74,8 @@ class Run:
             for number in launching.running(str(self.folder))
             # Not an engine's command, which names the script as well.
             if re.match(
-                rf"[^\0]*python[^\0]*\0{SCRIPT}", _read(number, "cmdline")
+                rf"[^\0]*python[^\0]*\0(-u\0)?{SCRIPT}",
+                _read(number, "cmdline"),
             )
         ]
 

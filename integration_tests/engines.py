@@ -168,7 +168,7 @@ def check_requeued(engine, backend, folder):
         while run.state() != "PENDING":
             assert time.monotonic() < deadline, run.state()
             time.sleep(0.05)
-        # Otherwise SLURM waits for two minutes.
+        # Otherwise SLURM may wait before it starts the job again.
         said("scontrol", "update", f"JobId={run.number}", "StartTime=now")
         run.seconds_to_end(time.monotonic())
         assert run.succeeded(), run.output
