@@ -30,6 +30,7 @@ from keras_tp.backend.processes import progress
 from keras_tp.backend.processes import rendezvous
 from keras_tp.backend.processes import timeouts
 from keras_tp.backend.processes.key_value_store import Store
+from keras_tp.backend.torch import restarts
 
 TIMEOUT_S = timeouts.timeout()
 # Seconds that the others have to report their own errors after an error here.
@@ -96,6 +97,8 @@ def start(init_method=None, num_processes=None, process_id=None):
         )
     elif "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         options.update(store=dist.HashStore(), world_size=1, rank=0)
+    elif restarts.is_possible():
+        options.update(restarts.new_store(options["timeout"]))
     elif not dist.is_torchelastic_launched():
         # torchelastic's agents meet before they start processes.
         names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
