@@ -1,5 +1,6 @@
 """Runs of `examples/engines/train.py` that an engine has started."""
 
+import json
 import os
 import pathlib
 import re
@@ -10,13 +11,15 @@ import sys
 import time
 
 from integration_tests import launching
+from keras_tp.backend.processes import supervisor
 
 SCRIPT = "examples/engines/train.py"
 # The variable with the index of a process.
 INDEX = {
     "openmpi": "OMPI_COMM_WORLD_RANK",
     "slurm": "SLURM_PROCID",
-    "ray": "KERAS_DISTRIBUTION_PROCESS_ID",
+    "ray": supervisor.INDEX,
+    "k8s": supervisor.INDEX,
     "torchrun": "RANK",
 }
 COUNT = int(os.environ.get("KERAS_TP_ENGINE_PROCESSES", "4"))
@@ -32,16 +35,17 @@ class Run:
         folder: Path of a new folder. It is an argument of the script, so that
             the command of each process names it.
         backend: String, the backend.
+        variables: More environment variables.
     """
 
-    def __init__(self, command, folder, backend):
+    def __init__(self, command, folder, backend, **variables):
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self._output = folder / "output"
         with open(self._output, "a") as file:
             self.process = subprocess.Popen(
                 command,
-                env=environment(backend),
+                env={**environment(backend), **variables},
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
@@ -106,6 +110,10 @@ class Run:
             except ProcessLookupError:
                 continue
 
+    def cancel(self):
+        """Ends the run as its user would."""
+        self.process.send_signal(signal.SIGINT)
+
     def kill(self):
         """Ends what a failed check has left."""
         self.process.kill()
@@ -122,6 +130,66 @@ class Actors(Run):
             for number in launching.running("ray::Process")
             if INDEX["ray"] in _read(number, "environ")
         ]
+
+
+class Trainer(Run):
+    """A run whose processes are workers of Ray Train."""
+
+    def processes(self):
+        return launching.running("ray::RayTrainWorker")
+
+    def process_of(self, variable, index):
+        # Ray Train sets the variable later.
+        return sorted(self.processes())[index]
+
+
+class Pods(Run):
+    """The environment of each pod of a job of Kubernetes, without pods.
+
+    Args:
+        manifests: List of dicts: a service and an indexed job.
+        folder: As in `Run`.
+        backend: String, the backend.
+        missing: Int. How many of the last pods do not come. Defaults to 0.
+    """
+
+    def __init__(self, manifests, folder, backend, missing=0):
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self._output = folder / "output"
+        spec = manifests[1]["spec"]
+        (container,) = spec["template"]["spec"]["containers"]
+        given = {row["name"]: row.get("value") for row in container["env"]}
+        ports = supervisor.free_ports(spec["completions"])
+        given[supervisor.ADDRESSES] = ",".join(
+            f"127.0.0.1:{port}" for port in ports
+        )
+        given["KERAS_TP_SECRET"] = secrets.token_hex(16)
+        self._pods = []
+        for index in range(spec["completions"] - missing):
+            given[supervisor.INDEX] = str(index)
+            with open(self._output, "a") as file:
+                self._pods.append(
+                    subprocess.Popen(
+                        container["command"],
+                        env={**environment(backend), **given},
+                        stdout=file,
+                        stderr=file,
+                        start_new_session=True,
+                    )
+                )
+
+    def has_ended(self):
+        return all(pod.poll() is not None for pod in self._pods)
+
+    def succeeded(self):
+        return all(pod.returncode == 0 for pod in self._pods)
+
+    def kill(self):
+        for pod in self._pods:
+            pod.kill()
+            pod.wait()
+        self.send(signal.SIGKILL)
 
 
 class Job(Run):
@@ -158,6 +226,9 @@ class Job(Run):
 
     def succeeded(self):
         return self.state() == "COMPLETED"
+
+    def cancel(self):
+        said("scancel", self.number)
 
     def kill(self):
         subprocess.run(["scancel", self.number])
@@ -203,31 +274,51 @@ def environment(backend):
     )
 
 
-def start(engine, backend, folder, *arguments):
+def start(engine, backend, folder, *arguments, restarts=0):
     """Starts the script by an engine, and returns the run."""
     arguments = [*map(str, arguments), "--backup", str(folder)]
-    if engine == "ray":
-        return start_printed(engine, backend, folder, COUNT, *arguments)
+    if engine == "ray train":
+        command = [sys.executable, "examples/ray/torch_trainer.py"]
+        command += ["--workers", str(COUNT), "--restarts", str(restarts)]
+        command += ["--storage", str(folder), SCRIPT, *arguments]
+        return Trainer(command, folder, backend)
+    if engine in ("ray", "k8s"):
+        return start_printed(
+            engine, backend, folder, COUNT, *arguments, restarts=restarts
+        )
     if engine == "slurm":
         return Job(arguments, folder, backend)
     if engine == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run"]
-        command += ["--nproc-per-node", str(COUNT), "--max-restarts", "1"]
+        command += ["--nproc-per-node", str(COUNT)]
+        command += ["--max-restarts", str(restarts)]
         return Run([*command, SCRIPT, *arguments], folder, backend)
     command = ["mpirun", "-n", str(COUNT), "python", SCRIPT, *arguments]
     return Run(command, folder, backend)
 
 
-def start_printed(engine, backend, folder, processes, *arguments):
-    """Runs the command that `launch --print-env` prints."""
-    word = {"openmpi": "mpi"}.get(engine, engine)
-    printed = said(
-        *(sys.executable, "-m", "keras_tp.launch", "--print-env", word),
+def printed(engine, backend, processes, *arguments):
+    """Returns what `launch --print-env` prints."""
+    return said(
+        *(sys.executable, "-m", "keras_tp.launch", "--print-env", engine),
         *("--devices", COUNT, "--processes", processes, SCRIPT, *arguments),
         env=environment(backend),
     )
+
+
+def start_printed(engine, backend, folder, processes, *arguments, restarts=0):
+    """Runs the command that `launch --print-env` prints."""
+    word = {"openmpi": "mpi"}.get(engine, engine)
+    text = printed(word, backend, processes, *arguments)
+    if engine == "k8s":
+        return Pods(json.loads(text)["items"], folder, backend)
     if engine != "ray":
-        return Run(["bash", "-c", printed], folder, backend)
+        return Run(["bash", "-c", text], folder, backend)
     folder.mkdir()
-    (folder / "run.py").write_text(printed)
-    return Actors([sys.executable, folder / "run.py"], folder, backend)
+    (folder / "run.py").write_text(text)
+    return Actors(
+        [sys.executable, folder / "run.py"],
+        folder,
+        backend,
+        KERAS_TP_RESTARTS=str(restarts),
+    )

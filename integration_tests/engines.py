@@ -3,6 +3,8 @@
     python -m integration_tests.engines openmpi [BACKEND...]
     python -m integration_tests.engines slurm [BACKEND...]
     python -m integration_tests.engines ray [BACKEND...]
+    python -m integration_tests.engines "ray train" torch
+    python -m integration_tests.engines k8s [BACKEND...]
     python -m integration_tests.engines torchrun torch
 
 `shell/engines/` has a script for each engine, which starts its daemons if it
@@ -11,6 +13,8 @@ has any. KERAS_TP_ENGINE_PROCESSES says how many processes there are, by default
 """
 
 import ast
+import importlib
+import json
 import os
 import pathlib
 import re
@@ -24,11 +28,14 @@ from integration_tests.engine_runs import COUNT
 from integration_tests.engine_runs import INDEX
 from integration_tests.engine_runs import SCRIPT
 from integration_tests.engine_runs import START_S
+from integration_tests.engine_runs import Pods
 from integration_tests.engine_runs import Run
 from integration_tests.engine_runs import environment
+from integration_tests.engine_runs import printed
 from integration_tests.engine_runs import said
 from integration_tests.engine_runs import start
 from integration_tests.engine_runs import start_printed
+from keras_tp.backend.processes import supervisor
 
 BACKENDS = ("jax", "tensorflow", "torch")
 # Seconds in which all processes end after one is lost.
@@ -36,6 +43,7 @@ END_S = 10
 # Seconds in which they end if the engine leaves it to them: KERAS_TP_TIMEOUT,
 # and what `docs/processes.md` adds.
 UNAIDED_S = 60
+KUBERNETES = "1.31"
 
 
 def losses(output):
@@ -113,7 +121,8 @@ def check_killed(engine, backend, folder):
         run.kill()
     (named,) = re.findall(NAMES[engine].format(victim), run.output)[:1] or [""]
     assert named, run.output
-    assert seconds < END_S, (seconds, run.output)
+    limit = UNAIDED_S if engine == "k8s" else END_S
+    assert seconds < limit, (seconds, run.output)
     return f"all ended in {seconds:.1f} s: {named!r}"
 
 
@@ -140,14 +149,14 @@ def check_unaided(engine, backend, folder):
 
 
 def check_cancelled(engine, backend, folder):
-    """`scancel` ends all processes."""
+    """The engine's own way to end a run ends all processes."""
     run = start(engine, backend, folder, "--epochs", 10**6)
     try:
         run.wait_for("Epoch 3/")
         began = time.monotonic()
-        said("scancel", run.number)
+        run.cancel()
         seconds = run.seconds_to_end(began)
-        assert run.state() == "CANCELLED"
+        assert not run.succeeded()
     finally:
         run.kill()
     assert seconds < END_S, (seconds, run.output)
@@ -182,7 +191,7 @@ def check_restarted(engine, backend, folder):
     """The engine starts all again after a kill: they go on from the backup."""
     epochs = 12
     want = one_process(backend, epochs)
-    run = start(engine, backend, folder, "--epochs", epochs)
+    run = start(engine, backend, folder, "--epochs", epochs, restarts=1)
     try:
         run.wait_for("Epoch 5/")
         # The others make no more progress.
@@ -195,20 +204,120 @@ def check_restarted(engine, backend, folder):
         run.kill()
 
 
+def manifests(backend, folder):
+    """Returns the service and the job of Kubernetes that are printed."""
+    arguments = ("--epochs", 3, "--backup", folder)
+    return json.loads(printed("k8s", backend, COUNT, *arguments))["items"]
+
+
+def check_valid(engine, backend, folder):
+    """The manifests are those that Kubernetes takes."""
+    # From the package index: schemas of Kubernetes.
+    validate = importlib.import_module("kubernetes_validate").validate
+    for item in manifests(backend, folder):
+        validate(item, KUBERNETES, strict=True)
+    return f"valid for Kubernetes {KUBERNETES}"
+
+
+def check_absent(engine, backend, folder):
+    """A part of the run does not come: somebody says so, and all end."""
+    began = time.monotonic()
+    run, words = ABSENT[engine](backend, folder)
+    try:
+        seconds = run.seconds_to_end(began)
+        assert not run.succeeded(), run.output
+    finally:
+        run.kill()
+    (said_so, *_) = re.findall(words, run.output) or [""]
+    assert said_so, run.output
+    return f"after {seconds:.0f} s: {said_so!r}"
+
+
+def _absent_host(backend, folder):
+    command = ["mpirun", "-n", "2", "--host", "localhost,host.invalid"]
+    words = r"ORTE was unable to reliably start one or more daemons"
+    return Run([*command, "python", SCRIPT], folder, backend), words
+
+
+def _absent_node(backend, folder):
+    said("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=check")
+    command = ["srun", "--nodes", "2", "--immediate=10", "python", SCRIPT]
+    words = r"srun: error: Unable to allocate resources: .*"
+    return SlurmWithoutNode(command, folder, backend), words
+
+
+class SlurmWithoutNode(Run):
+    """A run that waits for a node that is down; the node comes back later."""
+
+    def kill(self):
+        super().kill()
+        said("scontrol", "update", "NodeName=node2", "State=RESUME")
+
+
+def _absent_cpus(backend, folder):
+    words = r"Ray has started \d+ of \d+ processes within 60 seconds"
+    return start_printed("ray", backend, folder, 2 * COUNT), words
+
+
+def _absent_pod(backend, folder):
+    items = manifests(backend, folder)
+    words = rf"[^\n]*\b{COUNT - 1}\b[^\n]*"
+    return Pods(items, folder, backend, missing=1), words
+
+
+def _absent_agent(backend, folder):
+    (port,) = supervisor.free_ports(1)
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-conf", "join_timeout=10"]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{port}", SCRIPT]
+    return Run(command, folder, backend), "RendezvousTimeoutError"
+
+
+# What each engine is given too little of.
+ABSENT = {
+    "openmpi": _absent_host,
+    "slurm": _absent_node,
+    "ray": _absent_cpus,
+    "k8s": _absent_pod,
+    "torchrun": _absent_agent,
+}
 # What an engine says about a process that was killed.
 NAMES = {
     "openmpi": r"process rank {} with PID .* exited on signal 9 \(Killed\)",
     "slurm": r"error: .*: task {}: Killed",
     "ray": r"First error, process {} of \d: The actor died",
+    # Kubernetes ends the other pods. Without it they do so.
+    "k8s": r"Process {0} has ended|process\(es\) \[{0}\]",
 }
 CHECKS = {
     "openmpi": {
         "losses": check_losses,
         "printed": check_printed,
         "killed": check_killed,
+        "cancelled": check_cancelled,
+        "absent": check_absent,
     },
-    "ray": {"losses": check_losses, "killed": check_killed},
-    "torchrun": {"losses": check_losses, "restarted": check_restarted},
+    "ray": {
+        "losses": check_losses,
+        "killed": check_killed,
+        "cancelled": check_cancelled,
+        "restarted": check_restarted,
+        "absent": check_absent,
+    },
+    "ray train": {"losses": check_losses, "restarted": check_restarted},
+    "torchrun": {
+        "losses": check_losses,
+        "cancelled": check_cancelled,
+        "restarted": check_restarted,
+        "absent": check_absent,
+    },
+    "k8s": {
+        "valid": check_valid,
+        "losses": check_losses,
+        "killed": check_killed,
+        "absent": check_absent,
+    },
     "slurm": {
         "losses": check_losses,
         "printed": check_printed,
@@ -216,6 +325,7 @@ CHECKS = {
         "unaided": check_unaided,
         "cancelled": check_cancelled,
         "requeued": check_requeued,
+        "absent": check_absent,
     },
 }
 

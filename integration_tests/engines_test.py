@@ -33,6 +33,7 @@ def run(script, checks, processes):
             **os.environ,
             "PYTHON": sys.executable,
             "PYTHONPATH": str(launching.ROOT),
+            "KERAS_TP_INSTALL": "0",
             "KERAS_TP_ENGINE_PROCESSES": str(processes),
             "KERAS_TP_ENGINE_CHECKS": " ".join(checks),
         },

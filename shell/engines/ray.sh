@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # Starts Ray on this host, runs examples/engines/train.py by the program that
-# `launch --print-env ray` prints, and prints a table of what was tried. Arguments
-# are backends, by default all. PYTHON is a Python that has ray, keras_tp and the
-# backends:
+# `launch --print-env ray` prints, on torch by Ray Train's `TorchTrainer` too, and
+# prints a table of what was tried. Arguments are backends, by default all:
 #
-#   PYTHON=.venv-ray/bin/python bash shell/engines/ray.sh
+#   bash shell/engines/ray.sh
+#   bash shell/engines/ray.sh torch
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-python=${PYTHON:-.venv-test/bin/python}
-if ! "$python" -c 'import ray' 2>/dev/null; then
-    echo "skipped: ray (tried with 2.60.0) is not installed beside $python"
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+need_python "ray[train]==2.60.0"
+if ! "$PYTHON" -c 'import ray' 2>/dev/null; then
+    echo "skipped: ray is not installed beside $PYTHON"
     exit 0
 fi
 folder=$(mktemp -d /tmp/keras_tp_ray.XXXXXX)
 export RAY_AUTH_MODE=disabled RAY_ADDRESS=127.0.0.1:26399
-"$python" -m ray.scripts.scripts start --head --block --port 26399 \
+"$PYTHON" -m ray.scripts.scripts start --head --block --port 26399 \
     --node-ip-address 127.0.0.1 --num-cpus "${KERAS_TP_ENGINE_PROCESSES:-4}" \
     --include-dashboard false --temp-dir "$folder" --disable-usage-stats \
     >"$folder/log" 2>&1 &
@@ -24,4 +24,7 @@ until grep -q "Ray runtime started" "$folder/log"; do
     kill -0 $started || { cat "$folder/log"; exit 1; }
     sleep 0.5
 done
-"$python" -m integration_tests.engines ray "$@"
+"$PYTHON" -m integration_tests.engines ray "$@"
+if [ $# = 0 ] || [[ " $* " == *" torch "* ]]; then
+    "$PYTHON" -m integration_tests.engines "ray train" torch
+fi

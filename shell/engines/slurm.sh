@@ -6,16 +6,11 @@
 #   bash shell/engines/slurm.sh torch
 #
 # Needs root, as the daemons run in namespaces of their own: nothing of the host is
-# changed, no port of it is used, and the daemons end with this script. Run
-# shell/test.sh before, or set PYTHON to a Python that has keras_tp and the backends.
+# changed, no port of it is used, and the daemons end with this script.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-for command in munged slurmctld slurmd srun ip openssl; do
-    if ! PATH=$PATH:/usr/sbin command -v $command >/dev/null; then
-        echo "skipped: $command (Debian: slurm-wlm munge iproute2 openssl) is not installed"
-        exit 0
-    fi
-done
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+need "munged slurmctld slurmd srun ip openssl" "slurm-wlm munge iproute2 openssl"
+need_python
 apart=(unshare --mount --pid --net --fork --kill-child --mount-proc)
 if [ "${KERAS_TP_NAMESPACES:-}" != 1 ]; then
     if ! "${apart[@]}" true; then
@@ -24,11 +19,10 @@ if [ "${KERAS_TP_NAMESPACES:-}" != 1 ]; then
     fi
     folder=$(mktemp -d /tmp/keras_tp_slurm.XXXXXX)
     trap 'rm -rf "$folder"' EXIT
-    KERAS_TP_NAMESPACES=1 SLURM_FOLDER=$folder \
+    KERAS_TP_NAMESPACES=1 SLURM_FOLDER=$folder PYTHON=$PYTHON \
         "${apart[@]}" bash shell/engines/slurm.sh "$@"
     exit
 fi
-PATH=$PATH:/usr/sbin
 folder=$SLURM_FOLDER
 chmod 755 "$folder"
 mkdir "$folder"/{munge,state,spool.node1,spool.node2}
@@ -83,4 +77,4 @@ for _ in $(seq 60); do
     sleep 1
 done
 sinfo
-"${PYTHON:-.venv-test/bin/python}" -m integration_tests.engines slurm "$@"
+"$PYTHON" -m integration_tests.engines slurm "$@"

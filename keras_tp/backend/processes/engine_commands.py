@@ -131,6 +131,9 @@ import ray
 ARGUMENTS = {argv!r}
 VARIABLES = {variables!r}
 COUNT = {count}
+# How often all processes start again after an error. A script that saves with
+# `keras.callbacks.BackupAndRestore` goes on where it was.
+RESTARTS = int(os.environ.get("KERAS_TP_RESTARTS", "0"))
 
 
 # On accelerators: `@ray.remote(num_gpus={devices})`.
@@ -148,42 +151,60 @@ class Process:
         runpy.run_path(ARGUMENTS[0], run_name="__main__")
 
 
+def start():
+    """Starts all processes; returns them, and the addresses of all."""
+    processes = []
+    for index in range(COUNT):
+        variables = {{**VARIABLES, "{index_name}": str(index)}}
+        options = dict(
+            name=f"process {{index}}", runtime_env=dict(env_vars=variables)
+        )
+        processes.append(Process.options(**options).remote())
+    started = [process.address.remote() for process in processes]
+    ready, missing = ray.wait(started, num_returns=COUNT, timeout=60)
+    if missing:
+        sys.exit(
+            f"Ray has started {{len(ready)}} of {{COUNT}} processes within 60 "
+            "seconds. Each needs what `@ray.remote` says. The cluster has: "
+            f"{{ray.cluster_resources()}}"
+        )
+    return processes, ",".join(ray.get(started))
+
+
+def first_error(processes, addresses):
+    """Runs the script in all; returns an index and its error, or `None`."""
+    left = [process.run.remote(addresses) for process in processes]
+    indices = dict((result, index) for index, result in enumerate(left))
+    errors = []
+    while left:
+        # After an error, the others have a few seconds to tell theirs.
+        done, left = ray.wait(left, timeout=5 if errors else None)
+        if not done:
+            break
+        try:
+            ray.get(done)
+        except ray.exceptions.RayError as e:
+            errors.append((indices[done[0]], e))
+    # A process that died is the cause of the errors of others.
+    died = ray.exceptions.ActorDiedError
+    errors.sort(key=lambda pair: not isinstance(pair[1], died))
+    return errors[0] if errors else None
+
+
 ray.init()
 VARIABLES["{count_name}"] = str(COUNT)
 VARIABLES["KERAS_TP_SECRET"] = secrets.token_hex(16)
-processes = []
-for index in range(COUNT):
-    variables = {{**VARIABLES, "{index_name}": str(index)}}
-    options = dict(
-        name=f"process {{index}}", runtime_env=dict(env_vars=variables)
-    )
-    processes.append(Process.options(**options).remote())
-started = [process.address.remote() for process in processes]
-ready, missing = ray.wait(started, num_returns=COUNT, timeout=60)
-if missing:
-    sys.exit(
-        f"Ray has started {{len(ready)}} of {{COUNT}} processes within 60 "
-        "seconds. Each needs what `@ray.remote` says. The cluster has: "
-        f"{{ray.cluster_resources()}}"
-    )
-addresses = ",".join(ray.get(started))
-left = [process.run.remote(addresses) for process in processes]
-indices = dict((result, index) for index, result in enumerate(left))
-errors = []
-while left:
-    # After an error, the others have a few seconds to tell theirs.
-    done, left = ray.wait(left, timeout=5 if errors else None)
-    if not done:
+for restarts_left in range(RESTARTS, -1, -1):
+    processes, addresses = start()
+    error = first_error(processes, addresses)
+    for process in processes:
+        ray.kill(process)
+    if error is None:
         break
-    try:
-        ray.get(done)
-    except ray.exceptions.RayError as e:
-        errors.append((indices[done[0]], e))
-# A process that died is the cause of the errors of others.
-died = ray.exceptions.ActorDiedError
-errors.sort(key=lambda pair: not isinstance(pair[1], died))
-if errors:
-    sys.exit("First error, process {{}} of {count}: {{}}".format(*errors[0]))'''
+    print("First error, process {{}} of {count}: {{}}".format(*error))
+    print(f"Restarts that are left: {{restarts_left}}", flush=True)
+else:
+    sys.exit(1)'''
 
 
 def _ray(plan, argv, variables):

@@ -1,0 +1,44 @@
+# Sourced by the scripts of this folder, which start examples/engines/train.py by
+# an engine.
+#
+# Environment variables:
+#   KERAS_TP_INSTALL   0: install nothing, and skip an engine that is not there.
+#                      By default Debian's packages are installed, as root.
+#   PYTHON             a Python that has keras_tp and the backends. By default one
+#                      is made in a virtual environment of this repository.
+
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+PATH=$PATH:/usr/sbin
+
+# need COMMANDS PACKAGES: installs the packages if a command is not there.
+need() {
+    local command missing=
+    for command in $1; do
+        command -v "$command" >/dev/null || missing=$command
+    done
+    [ -n "$missing" ] || return 0
+    if [ "${KERAS_TP_INSTALL:-1}" = 0 ]; then
+        echo "skipped: $missing (Debian: $2) is not installed"
+        exit 0
+    fi
+    # Without the daemons that the packages would start.
+    printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d
+    chmod +x /usr/sbin/policy-rc.d
+    apt-get update -qq
+    # shellcheck disable=SC2086
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $2 \
+        >/dev/null
+    rm /usr/sbin/policy-rc.d
+}
+
+# need_python [PACKAGES]: sets PYTHON, in an environment with these packages.
+need_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        return 0
+    fi
+    source shell/environment.sh
+    make_environment .venv-engines jax,tensorflow,torch,test
+    if [ $# -gt 0 ]; then
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@"
+    fi
+}
