@@ -235,7 +235,7 @@ def check_absent(engine, backend, folder):
 
 def _absent_host(backend, folder):
     command = ["mpirun", "-n", "2", "--host", "localhost,host.invalid"]
-    words = r"ORTE was unable to reliably start one or more daemons"
+    words = r"ORTE was unable to reliably start one or more daemons|ssh: .*"
     return Run([*command, "python", SCRIPT], folder, backend), words
 
 

@@ -21,14 +21,21 @@ need() {
         echo "skipped: $missing (Debian: $2) is not installed"
         exit 0
     fi
-    # Without the daemons that the packages would start.
-    printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d
-    chmod +x /usr/sbin/policy-rc.d
-    apt-get update -qq
+    # Packages do not start their daemons then.
+    local policy=/usr/sbin/policy-rc.d own=0
+    if [ ! -e $policy ]; then
+        own=1
+        printf '#!/bin/sh\nexit 101\n' >$policy
+        chmod +x $policy
+    fi
+    local code=0
+    # Several names of packages.
     # shellcheck disable=SC2086
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $2 \
-        >/dev/null
-    rm /usr/sbin/policy-rc.d
+    { apt-get update -qq &&
+        DEBIAN_FRONTEND=noninteractive apt-get install -qq \
+            --no-install-recommends $2 >/dev/null; } || code=$?
+    [ $own = 0 ] || rm $policy
+    return $code
 }
 
 # need_python [PACKAGES]: sets PYTHON, in an environment with these packages.

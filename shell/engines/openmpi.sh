@@ -7,6 +7,6 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 # mpirun starts daemons of other hosts with ssh.
-need "mpirun ssh" "openmpi-bin openssh-client"
+need mpirun "openmpi-bin openssh-client"
 need_python
 exec "$PYTHON" -m integration_tests.engines openmpi "$@"
