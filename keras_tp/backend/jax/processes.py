@@ -84,7 +84,8 @@ def start(job_addresses=None, num_processes=None, process_id=None):
     )
     if None in (address, count, own):
         # Such as Open MPI 5, which JAX does not detect.
-        address, count, own = engines.fill(address, count, own)
+        found, count, own = engines.fill(address, count, own)
+        address = found and found.split(",")[0]
         addresses, num_processes, process_id = [address], count, own
     if (address, count, own) == (None, None, None):
         return

@@ -227,6 +227,23 @@ def test_variables_of_keras_win(told, started):
     assert started == [(address, 2, 1)]
 
 
+@pytest.mark.skipif(keras.config.backend() != "jax", reason="JAX only")
+def test_jax_joins_the_processes_of_open_mpi_5(told, monkeypatch):
+    class Met(BaseException):
+        pass
+
+    def meet(*found):
+        raise Met(*found)
+
+    told(MPI, OMPI_MCA_orte_hnp_uri=None)
+    lib = sys.modules[backend.distribution_lib.initialize.__module__]
+    monkeypatch.setattr(lib.processes.rendezvous, "meet", meet)
+    first = engines.fill(None, None, None)[0].split(",")[0]
+    with pytest.raises(Met) as error:
+        dist.initialize()
+    assert error.value.args[:3] == (first, 4, 2)
+
+
 @pytest.mark.skipif(keras.config.backend() != "torch", reason="torch only")
 def test_a_process_takes_the_device_that_the_engine_gives(told, monkeypatch):
     import torch
