@@ -19,6 +19,7 @@ INDEX = {
     "openmpi": "OMPI_COMM_WORLD_RANK",
     "slurm": "SLURM_PROCID",
     "ray": supervisor.INDEX,
+    "ray train": "RANK",
     "k8s": supervisor.INDEX,
     "torchrun": "RANK",
 }
@@ -299,9 +300,10 @@ def start(engine, backend, folder, *arguments, restarts=0):
 
 def printed(engine, backend, processes, *arguments):
     """Returns what `launch --print-env` prints."""
+    devices = max(COUNT, processes)
     return said(
         *(sys.executable, "-m", "keras_tp.launch", "--print-env", engine),
-        *("--devices", COUNT, "--processes", processes, SCRIPT, *arguments),
+        *("--devices", devices, "--processes", processes, SCRIPT, *arguments),
         env=environment(backend),
     )
 

@@ -287,6 +287,8 @@ NAMES = {
     "openmpi": r"process rank {} with PID .* exited on signal 9 \(Killed\)",
     "slurm": r"error: .*: task {}: Killed",
     "ray": r"First error, process {} of \d: The actor died",
+    "ray train": r"worker \d+: The actor died",
+    "torchrun": r"failed \(exitcode: -9\) local_rank: {}",
     # Kubernetes ends the other pods. Without it they do so.
     "k8s": r"Process {0} has ended|process\(es\) \[{0}\]",
 }
@@ -305,9 +307,14 @@ CHECKS = {
         "restarted": check_restarted,
         "absent": check_absent,
     },
-    "ray train": {"losses": check_losses, "restarted": check_restarted},
+    "ray train": {
+        "losses": check_losses,
+        "killed": check_killed,
+        "restarted": check_restarted,
+    },
     "torchrun": {
         "losses": check_losses,
+        "killed": check_killed,
         "cancelled": check_cancelled,
         "restarted": check_restarted,
         "absent": check_absent,
@@ -343,7 +350,7 @@ def main(engine, *backends):
             with tempfile.TemporaryDirectory(prefix="keras_tp_") as folder:
                 try:
                     result = check(engine, backend, pathlib.Path(folder, name))
-                except (AssertionError, subprocess.TimeoutExpired) as e:
+                except (AssertionError, subprocess.SubprocessError) as e:
                     failed = True
                     result = "FAILED"
                     print(e, file=sys.stderr)

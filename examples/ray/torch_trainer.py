@@ -34,10 +34,12 @@ def main():
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     options = parser.parse_args()
+    # Workers run in other folders.
+    argv = [os.path.abspath(options.script), *options.args]
     ray.init(runtime_env={"env_vars": {"KERAS_BACKEND": "torch"}})
     TorchTrainer(
         work,
-        train_loop_config={"argv": [options.script, *options.args]},
+        train_loop_config={"argv": argv},
         scaling_config=train.ScalingConfig(
             num_workers=options.workers, use_gpu=options.gpu
         ),
