@@ -271,6 +271,8 @@ def environment(backend):
         OMPI_MCA_rmaps_base_oversubscribe="1",
         # Ray leaves out equal lines of several processes.
         RAY_DEDUP_LOGS="0",
+        # Ray Train prints each line twice.
+        RAY_TRAIN_ENABLE_PRINT_PATCH="0",
         TF_CPP_MIN_LOG_LEVEL="3",
     )
 

@@ -287,7 +287,8 @@ NAMES = {
     "openmpi": r"process rank {} with PID .* exited on signal 9 \(Killed\)",
     "slurm": r"error: .*: task {}: Killed",
     "ray": r"First error, process {} of \d: The actor died",
-    "ray train": r"worker \d+: The actor died",
+    # It does not say before which process has which rank.
+    "ray train": r"\[Rank \d Error Snippet\]:\nA worker health check failed",
     "torchrun": r"failed \(exitcode: -9\) local_rank: {}",
     # Kubernetes ends the other pods. Without it they do so.
     "k8s": r"Process {0} has ended|process\(es\) \[{0}\]",

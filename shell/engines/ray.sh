@@ -13,13 +13,16 @@ if ! "$PYTHON" -c 'import ray' 2>/dev/null; then
     exit 0
 fi
 folder=$(mktemp -d /tmp/keras_tp_ray.XXXXXX)
-export RAY_AUTH_MODE=disabled RAY_ADDRESS=127.0.0.1:26399
-"$PYTHON" -m ray.scripts.scripts start --head --block --port 26399 \
+port=$("$PYTHON" -c '
+import socket
+print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')
+export RAY_AUTH_MODE=disabled RAY_ADDRESS=127.0.0.1:$port
+"$PYTHON" -m ray.scripts.scripts start --head --block --port $port \
     --node-ip-address 127.0.0.1 --num-cpus "${KERAS_TP_ENGINE_PROCESSES:-4}" \
     --include-dashboard false --temp-dir "$folder" --disable-usage-stats \
     >"$folder/log" 2>&1 &
 started=$!
-trap 'kill $started; wait $started || true; rm -rf "$folder"' EXIT
+trap 'kill $started 2>/dev/null || true; wait $started || true; rm -rf "$folder"' EXIT
 until grep -q "Ray runtime started" "$folder/log"; do
     kill -0 $started || { cat "$folder/log"; exit 1; }
     sleep 0.5
