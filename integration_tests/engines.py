@@ -261,7 +261,7 @@ def _absent_cpus(backend, folder):
 
 def _absent_pod(backend, folder):
     items = manifests(backend, folder)
-    words = rf"[^\n]*\b{COUNT - 1}\b[^\n]*"
+    words = rf"Process\(es\) \[{COUNT - 1}\] .* within \d+ seconds"
     return Pods(items, folder, backend, missing=1), words
 
 

@@ -237,17 +237,15 @@ def test_a_backend_that_cannot_distribute(script):
     assert "Supported backends: 'jax'" in result.stderr
 
 
-def printed(engine, *options):
-    arguments = [
-        *("--print-env", engine),
-        *options,
-        "train.py",
-        "--size",
-        "a b",
-    ]
-    result = launch(*arguments)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
+@pytest.fixture
+def printed(capsys):
+    """Returns a function that returns the command of an engine."""
+
+    def show(engine, *options):
+        main(["--print-env", engine, *options, "train.py", "--size", "a b"])
+        return capsys.readouterr().out.strip()
+
+    return show
 
 
 # The devices of a process, in each of the processes.
@@ -256,7 +254,7 @@ COUNT = ["--devices", "2" if keras.config.backend() == "torch" else "4"]
 ON_HOSTS = ["--hosts", "a:9000,b:9100"]
 
 
-def test_the_command_of_slurm():
+def test_the_command_of_slurm(printed):
     backend = keras.config.backend()
     said = printed("slurm", *COUNT, *SEVERAL)
     assert said.startswith(f"KERAS_BACKEND={backend} ")
@@ -271,7 +269,7 @@ def test_the_command_of_slurm():
     assert said.endswith(command.format("--ntasks-per-node 1 --nodelist a,b "))
 
 
-def test_the_command_of_open_mpi():
+def test_the_command_of_open_mpi(printed):
     backend = keras.config.backend()
     said = printed("mpi", *COUNT, *SEVERAL)
     assert said.startswith(f"mpirun -n 2 -x KERAS_BACKEND={backend} ")
@@ -283,7 +281,7 @@ def test_the_command_of_open_mpi():
     assert " -x KERAS_TP_SECRET " in said
 
 
-def test_the_manifest_for_kubernetes():
+def test_the_manifest_for_kubernetes(printed):
     service, job = json.loads(printed("k8s", *COUNT, *SEVERAL))["items"]
     name = service["metadata"]["name"]
     spec = job["spec"]
@@ -332,7 +330,7 @@ def test_an_engine_has_started_several_launchers(engine, monkeypatch, capsys):
     assert "train.py" in capsys.readouterr().out
 
 
-def test_the_program_for_ray():
+def test_the_program_for_ray(printed):
     said = printed("ray", *COUNT, *SEVERAL)
     compile(said, "run.py", "exec")
     assert "ARGUMENTS = ['train.py', '--size', 'a b']" in said
