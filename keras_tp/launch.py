@@ -116,10 +116,9 @@ def _problem(options):
             return f"--hosts must be HOST:PORT,..., not {','.join(hosts)}"
     if not hosts and options.host_index is not None:
         return "--host-index is an index of --hosts; pass --hosts too"
-    if options.print_env:
-        # The command is the same on each host.
-        options.host_index = 0
-    if hosts and options.host_index not in range(len(hosts)):
+    # An engine's command is the same on each host.
+    index = 0 if options.print_env else options.host_index
+    if hosts and index not in range(len(hosts)):
         return (
             f"--host-index must be from 0 to {len(hosts) - 1}, one for each "
             f"of --hosts, not {options.host_index}"
@@ -147,9 +146,8 @@ def _engine_started(options):
     With `--hosts`, each of them starts the processes of its host.
     """
     engine = engines.find()
-    if engine is None or engine.count < 2 or options.hosts or options.dry_run:
-        return None
-    if options.print_env:
+    starts_nothing = options.dry_run or options.print_env is not None
+    if engine is None or engine.count < 2 or options.hosts or starts_nothing:
         return None
     return (
         f"{engine.name} has started {engine.count} processes, and the launcher "

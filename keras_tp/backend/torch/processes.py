@@ -307,6 +307,6 @@ def _local_index(process_id):
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     engine = engines.find()
-    local = process_id or 0 if engine is None else engine.local_index
+    local = (process_id or 0) if engine is None else engine.local_index
     # An engine may show each process its own device only.
     return local % torch.cuda.device_count()
