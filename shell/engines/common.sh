@@ -4,8 +4,9 @@
 # Environment variables:
 #   KERAS_TP_INSTALL   0: install nothing, and skip an engine that is not there.
 #                      By default Debian's packages are installed, as root.
-#   PYTHON             a Python that has keras_tp and the backends. By default one
-#                      is made in a virtual environment of this repository.
+#   PYTHON             a Python that has keras_tp, the backends and, for some
+#                      engines, a package. By default one is made in a virtual
+#                      environment of this repository.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PATH=$PATH:/usr/sbin
@@ -38,14 +39,20 @@ need() {
     return $code
 }
 
-# need_python [PACKAGES]: sets PYTHON, in an environment with these packages.
+# need_python [MODULE PACKAGE]: sets PYTHON to one that has the module.
 need_python() {
-    if [ -n "${PYTHON:-}" ]; then
-        return 0
+    local module=${1:-keras}
+    if [ -z "${PYTHON:-}" ] && [ "${KERAS_TP_INSTALL:-1}" != 0 ]; then
+        source shell/environment.sh
+        make_environment .venv-engines jax,tensorflow,torch,test
+        [ $# = 0 ] ||
+            "$PYTHON" -m pip install --quiet --disable-pip-version-check "$2"
     fi
-    source shell/environment.sh
-    make_environment .venv-engines jax,tensorflow,torch,test
-    if [ $# -gt 0 ]; then
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@"
+    PYTHON=${PYTHON:-python3}
+    if ! "$PYTHON" -c "
+import importlib.util, sys
+sys.exit(importlib.util.find_spec('$module') is None)"; then
+        echo "skipped: $PYTHON does not have $module"
+        exit 0
     fi
 }

@@ -5,5 +5,5 @@
 # all.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-need_python kubernetes-validate==1.31.0
+need_python kubernetes_validate kubernetes-validate==1.31.0
 exec "$PYTHON" -m integration_tests.engines k8s "$@"

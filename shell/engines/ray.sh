@@ -7,11 +7,7 @@
 #   bash shell/engines/ray.sh torch
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-need_python "ray[train]==2.60.0"
-if ! "$PYTHON" -c 'import ray' 2>/dev/null; then
-    echo "skipped: ray is not installed beside $PYTHON"
-    exit 0
-fi
+need_python ray "ray[train]==2.60.0"
 folder=$(mktemp -d /tmp/keras_tp_ray.XXXXXX)
 port=$("$PYTHON" -c '
 import socket
