@@ -59,6 +59,7 @@ add("--rounds", type=int, default=3)
 add("--folder", help="where to write; removed afterwards")
 add("--preset", action="store_true", help="safetensors of Hugging Face, too")
 add("--models", action="store_true", help=".keras files, too")
+add("--only", help="the name of one step, such as from_preset")
 add("--compare", action="store_true", help="Orbax, too, and times of parts")
 relaunch.add_argument(parser)
 OPTIONS = parser.parse_args()
@@ -331,6 +332,8 @@ def main():
         if OPTIONS.compare:
             steps |= orbax(f"{folder}/orbax", model)
             time_parts()
+        if OPTIONS.only:
+            steps = {OPTIONS.only: steps[OPTIONS.only]}
         found, parts = {name: [] for name in steps}, {SAVED: [], LOADED: []}
         for _ in range(OPTIONS.rounds):
             for name, step in steps.items():
