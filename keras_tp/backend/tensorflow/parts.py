@@ -3,6 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
+from keras_tp.backend.tensorflow import own_memory
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
 from keras_tp.backend.tensorflow import variables
@@ -55,9 +56,9 @@ def assign(variable, part_of):
         with placement.off_mesh():
             value.assign(slices_of(tuple((0, size) for size in shape)))
         return
-    # Other values are in memory of the C library: copies get that of the values
-    # before them, which it would not give back to the system.
-    tensor_of = placement.tensor_in_place if value.is_new else tf.constant
+    # Other values are in memory that TensorFlow keeps: a copy gets that of the
+    # value before it.
+    tensor_of = own_memory.tensor_of if value.is_new else tf.constant
     value.assign(
         placement.place_parts(slices_of, shape, value.layout, tensor_of)
     )

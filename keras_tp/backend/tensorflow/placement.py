@@ -13,8 +13,6 @@ from tensorflow.experimental import dtensor
 from keras_tp.backend.hooks import around
 from keras_tp.backend.tensorflow import processes
 
-_LARGE_BYTES = 2**20
-
 
 class _State(threading.local):
     # The mesh and the batch axis that `on_mesh` entered, or `None`.
@@ -214,20 +212,13 @@ def place_parts(part_of, shape, layout, tensor_of=tf.constant):
     """Puts a value on the devices of a mesh, part by part.
 
     `part_of` takes the `(start, stop)` of each dim, and returns that part of
-    the value as an array. `tensor_of` makes a tensor of it.
+    the value as an array or a tensor. `tensor_of` makes a tensor of it.
     """
     ids = layout.mesh.local_device_ids()
     parts = [shard_slices(layout, shape, device_id) for device_id in ids]
     with tf.init_scope(), tf.device("CPU:0"):
         made = {part: tensor_of(part_of(part)) for part in set(parts)}
         return dtensor.pack([made[part] for part in parts], layout)
-
-
-def tensor_in_place(array):
-    """Returns a tensor in the memory of an array that nothing else uses."""
-    if array.nbytes < _LARGE_BYTES or array.dtype.kind not in "iuf":
-        return tf.constant(array)
-    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
 
 def local_parts(tensor):

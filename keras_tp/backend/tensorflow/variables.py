@@ -10,12 +10,12 @@ from keras.src.distribution.distribution_lib import distribution
 from keras.src.distribution.distribution_lib import set_distribution
 from tensorflow.experimental import dtensor
 
-from keras_tp.backend import host_memory
 from keras_tp.backend.hooks import around
 from keras_tp.backend.saving import expected_values
 from keras_tp.backend.tensorflow import boundary
 from keras_tp.backend.tensorflow import fully_sharded
 from keras_tp.backend.tensorflow import functions
+from keras_tp.backend.tensorflow import own_memory
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
 
@@ -221,10 +221,9 @@ def hook_initialize_with_initializer(original, self, initializer):
     self._layout = layout
     with placement.off_mesh():
         placed = placement.place_parts(
-            lambda part: host_memory.zeros([b - a for a, b in part], dtype),
+            lambda part: own_memory.zeros([b - a for a, b in part], dtype),
             self._shape,
             layout.backend_layout,
-            placement.tensor_in_place,
         )
     self._value = _sharded(self, placed, self.trainable, layout)
     self._value.is_new = True
