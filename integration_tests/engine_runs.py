@@ -116,7 +116,7 @@ class Run:
         self.process.send_signal(signal.SIGINT)
 
     def kill(self):
-        """Ends what a failed check has left."""
+        """Ends processes that a failed check has left running."""
         self.process.kill()
         self.process.wait()
         self.send(signal.SIGKILL)

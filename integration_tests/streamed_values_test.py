@@ -1,4 +1,4 @@
-"""Files that one process writes, while others send it what they hold."""
+"""One process writes a file; the others send it their parts of variables."""
 
 import h5py
 import keras
@@ -75,7 +75,7 @@ def assert_equal(found, expected):
 
 
 def contents(path):
-    """Returns all values of a file, with what is noted beside them."""
+    """Returns the values and attributes of a file, and its seal."""
     found = {}
 
     def note(name, item):
