@@ -194,7 +194,7 @@ class Pods(Run):
 
 
 class Job(Run):
-    """A job of SLURM, whose batch script is that of a backend.
+    """A job of SLURM. Each backend has a batch script of its own.
 
     Args:
         arguments: List of strings, arguments of the script.
@@ -237,7 +237,7 @@ class Job(Run):
 
 
 def said(*arguments, env=None):
-    """Returns what a command prints."""
+    """Runs a command; returns what it prints."""
     return subprocess.run(
         list(map(str, arguments)),
         env=env,

@@ -165,11 +165,8 @@ def check_cancelled(engine, backend, folder):
 
 def check_requeued(engine, backend, folder):
     """A job that starts again goes on from its backup."""
-    epochs = 12
-    want = one_process(backend, epochs)
-    run = start(engine, backend, folder, "--epochs", epochs)
-    try:
-        run.wait_for("Epoch 5/")
+
+    def requeue(run):
         # It makes no more progress.
         run.send(signal.SIGSTOP)
         said("scontrol", "requeue", run.number)
@@ -179,23 +176,28 @@ def check_requeued(engine, backend, folder):
             time.sleep(0.05)
         # Otherwise SLURM may wait before it starts the job again.
         said("scontrol", "update", f"JobId={run.number}", "StartTime=now")
-        run.seconds_to_end(time.monotonic())
-        assert run.succeeded(), run.output
-        assert run.output.count("Epoch 1/") == 1, run.output
-        return "resumed, " + _compared(run.output, want)
-    finally:
-        run.kill()
+
+    return _resumed(engine, backend, folder, requeue)
 
 
 def check_restarted(engine, backend, folder):
     """The engine starts all again after a kill: they go on from the backup."""
-    epochs = 12
-    want = one_process(backend, epochs)
-    run = start(engine, backend, folder, "--epochs", epochs, restarts=1)
-    try:
-        run.wait_for("Epoch 5/")
+
+    def kill_one(run):
         # The others make no more progress.
         os.kill(run.process_of(INDEX[engine], COUNT // 2), signal.SIGKILL)
+
+    return _resumed(engine, backend, folder, kill_one, restarts=1)
+
+
+def _resumed(engine, backend, folder, interrupt, restarts=0):
+    """Interrupts a run; compares its losses after it has started again."""
+    epochs = 12
+    want = one_process(backend, epochs)
+    run = start(engine, backend, folder, "--epochs", epochs, restarts=restarts)
+    try:
+        run.wait_for("Epoch 5/")
+        interrupt(run)
         run.seconds_to_end(time.monotonic())
         assert run.succeeded(), run.output
         assert run.output.count("Epoch 1/") == 1, run.output
@@ -274,7 +276,7 @@ def _absent_agent(backend, folder):
     return Run(command, folder, backend), "RendezvousTimeoutError"
 
 
-# What each engine is given too little of.
+# A function for each engine that starts a run of which a part is missing.
 ABSENT = {
     "openmpi": _absent_host,
     "slurm": _absent_node,
@@ -282,7 +284,7 @@ ABSENT = {
     "k8s": _absent_pod,
     "torchrun": _absent_agent,
 }
-# What an engine says about a process that was killed.
+# A pattern of what each engine says about a process that was killed.
 NAMES = {
     "openmpi": r"process rank {} with PID .* exited on signal 9 \(Killed\)",
     "slurm": r"error: .*: task {}: Killed",

@@ -75,17 +75,13 @@ def reading():
 
 def note(dataset, value):
     """Adds the digest of a value that was just written to its dataset."""
-    digest = _begin(dataset)
-    digest.update(_bytes(value))
-    dataset.attrs[DIGEST] = digest.hexdigest()
+    dataset.attrs[DIGEST] = _digest_of_blocks(dataset, [value])
 
 
 def note_written(dataset):
     """Adds the digest of a value that was written in pieces."""
-    digest = _begin(dataset)
-    for block in _blocks(dataset, _SMALL_BLOCK_BYTES):
-        digest.update(_bytes(block))
-    dataset.attrs[DIGEST] = digest.hexdigest()
+    blocks = _blocks(dataset, _SMALL_BLOCK_BYTES)
+    dataset.attrs[DIGEST] = _digest_of_blocks(dataset, blocks)
 
 
 def seal(file, progress=None):
@@ -305,10 +301,7 @@ def _digest_of(path):
 
 
 def _check_blocks(name, dataset, blocks):
-    digest = _begin(dataset)
-    for block in blocks:
-        digest.update(_bytes(block))
-    if digest.hexdigest() != dataset.attrs[DIGEST]:
+    if _digest_of_blocks(dataset, blocks) != dataset.attrs[DIGEST]:
         raise UnreadableFileError(
             f"The value of {name!r} is not the one that was saved: its "
             f"SHA-256 differs. Received: shape={dataset.shape}, "
@@ -350,10 +343,13 @@ def _check_sizes(file, datasets):
             )
 
 
-def _begin(dataset):
-    """Returns a digest that starts with the dtype and the shape."""
+def _digest_of_blocks(dataset, blocks):
+    """Returns the SHA-256 of dtype, shape and value of a dataset."""
     head = (dataset.dtype.str, dataset.attrs.get("dtype"), dataset.shape)
-    return hashlib.sha256(repr(head).encode())
+    digest = hashlib.sha256(repr(head).encode())
+    for block in blocks:
+        digest.update(_bytes(block))
+    return digest.hexdigest()
 
 
 def _blocks(dataset, block_bytes=_BLOCK_BYTES):

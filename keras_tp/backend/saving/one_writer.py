@@ -322,7 +322,7 @@ def _check_group(original, group, model, *args, **kwargs):
 
 
 def _write_pieces(store, key, streamed):
-    """Writes a variable of which no process has to hold all."""
+    """Writes a split variable; no process has to hold all of it."""
     group = None
     if not _saves.joining:
         if not store._h5_entry_initialized:

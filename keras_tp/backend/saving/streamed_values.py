@@ -1,7 +1,7 @@
 """Writes a split variable into an HDF5 file, piece by piece.
 
-One process writes the file. The others send it what they hold in small pieces,
-so that no process ever has the whole variable.
+One process writes the file. Each of the others sends it its part in small
+pieces. So no process ever has the whole variable.
 """
 
 import itertools
@@ -23,7 +23,7 @@ _LEAST_BYTES = 2**16
 
 
 class Streamed:
-    """A variable in place of its value, with what a store asks of arrays.
+    """A variable that a store takes like an array: it has shape and dtype.
 
     Args:
         variable: Keras variable, split over the processes.

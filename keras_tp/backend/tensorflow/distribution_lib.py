@@ -60,7 +60,7 @@ def get_device_count(device_type=None):
 def initialize(job_addresses, num_processes, process_id):
     """Joins the other processes as a client of DTensor.
 
-    DTensor's own variables have precedence over those of an engine.
+    DTensor's own environment variables win over those of an engine.
     """
     if not os.environ.get("DTENSOR_JOBS"):
         job_addresses, num_processes, process_id = engines.fill(

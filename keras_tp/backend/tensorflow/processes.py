@@ -121,13 +121,10 @@ def gather(value, what):
 
 
 def send_to_first(array, into):
-    """Sends an array of each process to process 0. A collective.
+    """Sends bytes of each process to the rows of `into`. A collective.
 
-    Args:
-        array: `numpy.ndarray` of bytes; a multiple of 8, equal in all
-            processes.
-        into: In process 0, the array that gets one row of each process; `None`
-            in the others.
+    `array` has one dim, whose size is a multiple of 8 and equal everywhere.
+    `into` is `None` in all processes but the first.
     """
     job = tf.config.list_logical_devices("CPU")[0].name.rpartition("/task:")[0]
     with tf.device(f"{job}/task:{index()}/device:CPU:0"):
