@@ -3,12 +3,15 @@
     KERAS_BACKEND=tensorflow python benchmarks/collectives_survey.py
     KERAS_BACKEND=jax python benchmarks/collectives_survey.py --target h100
     KERAS_BACKEND=torch python benchmarks/collectives_survey.py --devices 4 SAM
+    KERAS_BACKEND=jax python benchmarks/collectives_survey.py --train
 
 The models are the tiny ones of `plan_survey.py`, each in a process of its own.
-`--target` compiles the step for an accelerator that is not there (JAX). Results
-are kept in `collectives_survey.json`, a line for each model. A run that was
-stopped goes on with the other models; `--again` counts the named ones again.
-`collectives.md` is written from it.
+`--target` compiles the step for an accelerator that is not there (JAX).
+`--train` compares each model with the same one on one device instead, after 3
+training steps: in float32, and in float64 if they differ by more than 1e-5.
+Results are kept in `collectives_survey.json`, a line for each model. A run that
+was stopped goes on with the other models; `--again` counts the named ones
+again. `collectives.md` is written from it.
 """
 
 import argparse
@@ -35,6 +38,11 @@ KINDS = (
     "all_to_all",
     "collective_permute",
 )
+# In keys of rows with differences.
+TRAINED = "trained"
+STEPS = 3
+# A larger difference may be rounding, which float64 tells from an error.
+ROUNDING = 1e-5
 
 
 def parse():
@@ -44,6 +52,7 @@ def parse():
     add("names", nargs="*", help="models; all by default")
     add("--devices", type=int, default=2)
     add("--target", default="", help="an accelerator, such as h100 (JAX)")
+    add("--train", action="store_true", help="compare with one device")
     add("--again", action="store_true", help="count models again")
     add("--timeout", type=int, default=300, help="seconds for each model")
     add("--folder", type=pathlib.Path, default=FOLDER, help="of the results")
@@ -55,6 +64,8 @@ def parse():
 def key_of(arguments, backend, name):
     """Returns the key of a row of `collectives_survey.json`."""
     place = arguments.target or backend
+    if arguments.train:
+        place = f"{TRAINED} {place}"
     return f"{place}/{arguments.devices}/{name}"
 
 
@@ -144,21 +155,44 @@ def compiled(name, plan, target):
     return found, outputs
 
 
-def child(name, devices, target, out):
+def differences(name, devices, _):
+    """Returns by how much a model differs from one device, by dtype."""
+    import keras
+
+    from integration_tests import hub_backbones
+
+    mesh = mesh_of(devices, "")
+    found = {"float32": hub_backbones.difference(name, mesh, STEPS)}
+    if not found["float32"] <= ROUNDING:
+        if keras.config.backend() == "jax":
+            import jax
+
+            jax.config.update("jax_enable_x64", True)
+        with hub_backbones.in_float64():
+            found["float64"] = hub_backbones.difference(name, mesh, STEPS)
+    return found
+
+
+def child(name, devices, target, is_trained, out):
     """Writes the row of one model to a file."""
+    row = (differences if is_trained else collectives)(name, devices, target)
+    if os.environ.get("RANK", "0") == "0":
+        pathlib.Path(out).write_text(json.dumps(row))
+
+
+def collectives(name, devices, target):
+    """Returns the predicted and the counted collectives of a model."""
     from integration_tests import hub_backbones
 
     plan = hub_backbones.plan_of(name, mesh_of(devices, target))
     found, outputs = (
         compiled(name, plan, target) if target else counted(name, plan)
     )
-    row = {
+    return {
         "predicted": hub_backbones.predicted(plan, outputs),
         "counted": {kind: pair for kind, pair in found.items() if pair[0]},
         "flagged": sorted(set(hub_backbones.reasons(plan))),
     }
-    if os.environ.get("RANK", "0") == "0":
-        pathlib.Path(out).write_text(json.dumps(row))
 
 
 # -- in the process that starts them ------------------------------------------
@@ -190,7 +224,13 @@ def forked(arguments, name, out):
     def run():
         with open(log, "w") as file:
             os.dup2(file.fileno(), 2)
-            child(name, arguments.devices, arguments.target, out)
+            child(
+                name,
+                arguments.devices,
+                arguments.target,
+                arguments.train,
+                out,
+            )
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
@@ -207,6 +247,7 @@ def launched(arguments, name, out):
     devices = str(arguments.devices)
     command = [sys.executable, "-m", "keras_tp.launch", "--devices", devices]
     command += [__file__, name, "--devices", devices, "--child", str(out)]
+    command += ["--train"] * arguments.train
     root = str(FOLDER.parent)
     path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
     try:
@@ -246,9 +287,14 @@ def write(folder, results):
 
 
 def verdict(row):
-    """Returns how a row's predicted collectives compare with the counted."""
+    """Returns how a row's predicted collectives compare with the counted.
+
+    Of a row with differences, the words for them.
+    """
     if "error" in row:
         return "not counted"
+    if "float32" in row:
+        return difference_of(row)
     if row["predicted"] == row["counted"]:
         return "equal"
     return "flagged" if row["flagged"] else "DIFFERS"
@@ -257,14 +303,19 @@ def verdict(row):
 def table(results):
     """Returns the text of `collectives.md`."""
     places = collections.defaultdict(dict)
+    trained = collections.defaultdict(dict)
     for key in sorted(results, key=str.lower):
         place, devices, name = key.split("/")
-        places[place, devices][name] = results[key]
+        if place.startswith(TRAINED):
+            where = f"{place.removeprefix(TRAINED)}, {devices} devices".strip()
+            trained[name][where] = results[key]
+        else:
+            places[place, devices][name] = results[key]
     dates = sorted({row["date"] for row in results.values()})
     text = [
         "# Predicted and counted collectives of KerasHub's models",
         "",
-        "Written by `collectives_survey.py` on " + " and ".join(dates) + ".",
+        "Written by `collectives_survey.py` on " + ", ".join(dates) + ".",
         "Collectives of one training step of tiny models, as count and bytes",
         "on one device, with the sum of the loss over a split output. A plan",
         "that does not predict all collectives says so itself; the last column",
@@ -284,7 +335,48 @@ def table(results):
         ]
         for name, row in rows.items():
             text += lines_of(name, row)
-    return "\n".join(text) + "\n"
+    return "\n".join(text + trained_lines(trained)) + "\n"
+
+
+def trained_lines(trained):
+    """Returns the lines of the part about models that were trained.
+
+    Args:
+        trained: Dict of each model to its rows, by backend and devices.
+    """
+    places = sorted({place for rows in trained.values() for place in rows})
+    if not places:
+        return []
+    lines = [
+        "",
+        "## Trained, against one device",
+        "",
+        f"The largest difference of an output after {STEPS} steps, as a part",
+        "of its largest number, in float32. Above 1e-5, rounding grows in the",
+        "model: the second number is the difference in float64. On JAX and",
+        "torch, Keras computes parts of BLIP2 in float32 even then.",
+        "",
+        "`KERAS_BACKEND=jax python benchmarks/collectives_survey.py --train`",
+        "",
+        "| model | " + " | ".join(places) + " |",
+        "| --- |" + " --- |" * len(places),
+    ]
+    for name, rows in trained.items():
+        cells = [
+            difference_of(rows[place]) if place in rows else ""
+            for place in places
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def difference_of(row):
+    """Returns the words for the differences of a model from one device."""
+    if "error" in row:
+        return row["error"].replace("|", "/")
+    return "; ".join(
+        f"{row[dtype]:.0e}" for dtype in ("float32", "float64") if dtype in row
+    )
 
 
 def command_of(place, devices):
@@ -323,10 +415,13 @@ def main():
     """Counts the models that are not counted yet, one after the other."""
     arguments = parse()
     sys.path.insert(0, str(FOLDER.parent))
-    os.environ.setdefault("KERAS_TP_CPU_DEVICES", str(arguments.devices))
+    for variable in "KERAS_TP_CPU_DEVICES", "JAX_NUM_CPU_DEVICES":
+        os.environ.setdefault(variable, str(arguments.devices))
     if arguments.child:
         (name,) = arguments.names
-        return child(name, arguments.devices, "", arguments.child)
+        return child(
+            name, arguments.devices, "", arguments.train, arguments.child
+        )
     from integration_tests import hub_backbones
 
     # Before the first model, so that none has to import it.

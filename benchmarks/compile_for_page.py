@@ -74,6 +74,11 @@ NOTES = (
     "Mixtral 8x7B: the fifth is the gradient of the weights of the experts, 2 "
     "numbers for each token. The program adds up the experts in float32, the "
     "plan counts bfloat16: 128 MiB more in each layer.",
+    "Mixtral 8x7B on v5e: experts are split, and XLA splits the router's "
+    "softmax and top-k along with them: 11 all-reduces and 4 all-to-alls of a "
+    "few numbers for each token, and 3 all-gathers of 128 KiB, in each layer. "
+    "In all layers together they send about 40 MiB. Experts are added up in "
+    "bfloat16 here.",
     "Whisper medium: each layer of the decoder has a gradient of the encoder's "
     "output. They are added up, and one all-reduce sums the result over the "
     "devices. It is part of the rest, and so is that of a convolution. Theory "
@@ -120,7 +125,7 @@ def text(results, theory):
 
 def dates(results):
     """Returns the days on which the rows were compiled."""
-    return " and ".join(sorted({row["date"] for row in results.values()}))
+    return ", ".join(sorted({row["date"] for row in results.values()}))
 
 
 def versions(results):

@@ -5,6 +5,7 @@ counts what they communicate. The models are those of
 `benchmarks/plan_survey.py`.
 """
 
+import contextlib
 import functools
 import math
 import pathlib
@@ -82,6 +83,64 @@ def compile_model(model):
     # Theirs are for labels.
     kwargs = {"metrics": [], "weighted_metrics": []} if is_task else {}
     model.compile(keras.optimizers.SGD(RATE), losses, **kwargs)
+
+
+@contextlib.contextmanager
+def in_float64():
+    """Context in which models are made and trained in float64."""
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    # Keras keeps the policy of the first layer that was made.
+    keras.config.set_dtype_policy("float64")
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before[0])
+        keras.config.set_dtype_policy(before[1])
+
+
+def numbers(structure):
+    """Returns the float arrays of a structure."""
+    found = [np.asarray(leaf) for leaf in keras.tree.flatten(structure)]
+    return [array for array in found if array.dtype.kind == "f"]
+
+
+def run(build, spec, weights=None, steps=1):
+    """Returns a model, a batch, targets, its outputs before and after training.
+
+    Last are the weights at first.
+    """
+    keras.utils.set_random_seed(3)
+    model = build()
+    if weights is None:
+        weights = model.get_weights()
+    else:
+        model.set_weights(weights)
+    x = inputs_of(model, spec)
+    before = model.predict_on_batch(x)
+    targets = keras.tree.map_structure(np.zeros_like, before)
+    compile_model(model)
+    for _ in range(steps):
+        model.train_on_batch(x, targets)
+    after = model.predict_on_batch(x)
+    return (model, x, targets), before, after, weights
+
+
+def difference(name, mesh, steps):
+    """Returns by how much a split model differs from one device, trained.
+
+    The largest difference of an output, as a part of its largest number.
+    """
+    builders, specs, _ = survey()
+    build, spec = builders[name], specs.get(name)
+    *_, expected, weights = run(build, spec, steps=steps)
+    plan = plan_of(name, mesh)
+    with distribution.TensorParallel(plan=plan, strict=False).scope():
+        *_, found, _ = run(build, spec, weights, steps)
+    return max(
+        float(np.abs(a - b).max() / (np.abs(b).max() or 1.0))
+        for a, b in zip(numbers(found), numbers(expected), strict=True)
+    )
 
 
 def plan_of(name, mesh):
