@@ -12,6 +12,14 @@ def shared(box, other):
     return found if all(start < stop for start, stop in found) else None
 
 
+def within(box, outer):
+    """Returns where a box lies in the array of another one that holds it."""
+    return tuple(
+        slice(start - first, stop - first)
+        for (start, stop), (first, _) in zip(box, outer)
+    )
+
+
 def overlap(box, others):
     """Returns whether a box shares elements with one of others."""
     # The box of a scalar is an empty tuple.

@@ -413,14 +413,7 @@ class CheckpointFolder:
             shared = boxes.shared(box, wanted)
             if shared is None:
                 continue
-            own = tuple(
-                slice(start - offset, stop - offset)
-                for (start, stop), (offset, _) in zip(shared, box)
-            )
-            there = tuple(
-                slice(start - offset, stop - offset)
-                for (start, stop), (offset, _) in zip(shared, wanted)
-            )
+            own, there = boxes.within(shared, box), boxes.within(shared, wanted)
             file = self._file(part["file"])
             # The ellipsis makes a view of an array without dims, too.
             file.copy_to(target[(*there, ...)], part["key"], own)

@@ -89,14 +89,15 @@ def write(streamed, group, key):
         dataset = group.create_dataset(key, streamed.shape, dtype)
         if streamed.dtype == "bfloat16":
             dataset.attrs["dtype"] = "bfloat16"
-    for box, values in _pieces(streamed.variable, dtype):
-        dataset[tuple(slice(*limits) for limits in box)] = values
+    for pieces in _rounds(streamed.variable, dtype):
+        for box, values in pieces:
+            dataset[tuple(slice(*limits) for limits in box)] = values
     host_memory.give_back()
     return dataset
 
 
-def _pieces(variable, dtype):
-    """Yields the boxes of a variable with their values, in process 0."""
+def _rounds(variable, dtype):
+    """Yields lists of boxes of a variable with their values, in process 0."""
     processes = current.load("processes")
     count = processes.world_size()
     piece_bytes = max(_LEAST_BYTES, _PIECES_BYTES // count)
@@ -108,9 +109,10 @@ def _pieces(variable, dtype):
     )
     # The same buffers for all pieces: the C library would keep many of them.
     sent = host_memory.zeros([piece_bytes], np.dtype("uint8"))
-    received = None
+    received = joined = None
     if processes.is_first():
         received = host_memory.zeros([count, piece_bytes], sent.dtype)
+        joined = host_memory.zeros([count * piece_bytes], sent.dtype)
     cuts = [
         [box for part in rows for box in _boxes(part, most)] for rows in held
     ]
@@ -120,10 +122,38 @@ def _pieces(variable, dtype):
         if values is not None:
             _view(sent, dtype, values.shape)[...] = values
         processes.send_to_first(sent, received)
-        for index, box in enumerate(wanted if received is not None else ()):
-            if box is not None:
-                shape = [stop - start for start, stop in box]
-                yield box, _view(received[index], dtype, shape)
+        if received is not None:
+            pieces = [
+                (box, _view(received[index], dtype, _sizes(box)))
+                for index, box in enumerate(wanted)
+                if box is not None
+            ]
+            yield _joined(pieces, joined)
+
+
+def _joined(pieces, data):
+    """Returns boxes with values as one if they fill one together.
+
+    Of a variable that is split along its last dim, they are whole rows then:
+    HDF5 would read the rest of a row to write a part of it.
+    """
+    limits = list(zip(*(box for box, _ in pieces)))
+    hull = [
+        (min(start for start, _ in dim), max(stop for _, stop in dim))
+        for dim in limits
+    ]
+    size = sum(values.size for _, values in pieces)
+    if math.prod(_sizes(hull)) != size:
+        return pieces
+    whole = _view(data, pieces[0][1].dtype, _sizes(hull))
+    for box, values in pieces:
+        whole[boxes.within(box, hull)] = values
+    return [(hull, whole)]
+
+
+def _sizes(box):
+    """Returns the shape of a box."""
+    return [stop - start for start, stop in box]
 
 
 def _view(data, dtype, shape):
@@ -138,12 +168,7 @@ def _values(own, most):
         part = read()
         for box, position in boxes.boxes_of(ranges):
             for cut in _cut(box, most):
-                yield part[position][
-                    tuple(
-                        slice(start - first, stop - first)
-                        for (start, stop), (first, _) in zip(cut, box)
-                    )
-                ]
+                yield part[position][boxes.within(cut, box)]
 
 
 def _boxes(ranges, most):
@@ -154,7 +179,7 @@ def _boxes(ranges, most):
 
 def _cut(box, most):
     """Yields boxes of at most `most` elements that cover a box."""
-    sizes = [stop - start for start, stop in box]
+    sizes = _sizes(box)
     if math.prod(sizes) <= most:
         yield box
         return

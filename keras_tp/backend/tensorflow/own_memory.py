@@ -55,12 +55,20 @@ def _new_capsule():
     return new
 
 
+@functools.cache
+def _pointer_of():
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype = ctypes.c_void_p
+    pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+    return pointer
+
+
 def tensor_of(value):
     """Returns a tensor with the value of an array.
 
     A large one gets memory of its own.
     """
-    if not _is_large(value.shape, value.dtype):
+    if not is_large(value.shape, value.dtype):
         return tf.constant(value)
     tensor, memory = _new(value.shape, value.dtype)
     memory[...] = value
@@ -74,12 +82,23 @@ def zeros(shape, dtype):
         shape: List or tuple of ints.
         dtype: `numpy.dtype`.
     """
-    if not _is_large(shape, dtype):
+    if not is_large(shape, dtype):
         return tf.zeros(shape, dtype)
     return _new(shape, dtype)[0]
 
 
-def _is_large(shape, dtype):
+def addresses(tensors):
+    """Returns where the values of tensors lie, as ints."""
+    found = []
+    for tensor in tensors:
+        capsule = tf.experimental.dlpack.to_dlpack(tensor)
+        block = _pointer_of()(capsule, b"dltensor")
+        found.append(_Tensor.from_address(block).data)
+    return found
+
+
+def is_large(shape, dtype):
+    """Returns whether a tensor gets memory of its own."""
     is_known = dtype.kind in _CODES or dtype.name == "bfloat16"
     size = math.prod(shape) * dtype.itemsize
     return os.name == "posix" and is_known and size >= _LARGE_BYTES

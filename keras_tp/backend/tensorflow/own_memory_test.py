@@ -15,6 +15,7 @@ if keras.config.backend() != "tensorflow":
 
 import tensorflow as tf
 
+from keras_tp import distribution
 from keras_tp.backend.tensorflow import own_memory
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -88,3 +89,28 @@ def test_a_step_that_frees_loaded_values_ends(tmp_path):
         timeout=300,
     )
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_loaded_values_replace_first_ones_in_memory_of_their_own(tmp_path):
+    mesh = distribution.DeviceMesh(
+        (1, 2), ["batch", "model"], distribution.list_devices()[:2]
+    )
+    layout_map = distribution.LayoutMap(mesh)
+    layout_map["kernel"] = (None, "model")
+    path = tmp_path / "model.weights.h5"
+    with distribution.ModelParallel(layout_map=layout_map).scope():
+        model = keras.Sequential([keras.layers.Dense(1024, use_bias=False)])
+        model.build((None, 1024))
+        value = model.layers[0].kernel._value
+        first = value.numpy()
+        model.save_weights(path)
+        assert value.has_own_memory()
+        model.load_weights(path)
+        assert value.has_own_memory()
+        np.testing.assert_array_equal(value.numpy(), first)
+        # Memory that TensorFlow has given to a step goes back to TensorFlow.
+        value.assign(2 * first)
+        assert not value.has_own_memory()
+        model.load_weights(path)
+        assert not value.has_own_memory()
+        np.testing.assert_array_equal(value.numpy(), first)

@@ -3,6 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
+from keras_tp.backend import host_memory
 from keras_tp.backend.tensorflow import own_memory
 from keras_tp.backend.tensorflow import placement
 from keras_tp.backend.tensorflow import processes
@@ -56,10 +57,12 @@ def assign(variable, part_of):
         with placement.off_mesh():
             value.assign(slices_of(tuple((0, size) for size in shape)))
         return
-    # Other values are in memory that TensorFlow keeps: a copy gets that of the
-    # value before it.
-    tensor_of = own_memory.tensor_of if value.is_new else tf.constant
+    # TensorFlow keeps the memory of other values and gives it to new ones.
+    is_own = value.has_own_memory()
+    tensor_of = own_memory.tensor_of if is_own else tf.constant
     value.assign(
         placement.place_parts(slices_of, shape, value.layout, tensor_of)
     )
-    value.is_new = False
+    if is_own:
+        value.note_memory()
+        host_memory.give_back()

@@ -11,6 +11,7 @@ from keras.src import tree
 from tensorflow.experimental import dtensor
 
 from keras_tp.backend.hooks import around
+from keras_tp.backend.tensorflow import own_memory
 from keras_tp.backend.tensorflow import processes
 
 
@@ -176,11 +177,11 @@ def shard_slices(layout, shape, device_id):
     return tuple(slices)
 
 
-def place(value, layout):
+def place(value, layout, tensor_of=tf.constant):
     """Returns a value as a DTensor of a layout that divides it.
 
     The value is an array, a tensor or a DTensor; while tracing, it may be
-    symbolic.
+    symbolic. For `tensor_of` see `place_parts`.
     """
     if is_dtensor(value):
         if dtensor.fetch_layout(value).mesh == layout.mesh:
@@ -196,7 +197,7 @@ def place(value, layout):
         is_whole = part == tuple((0, size) for size in shape)
         return value if is_whole else value[tuple(slice(*p) for p in part)]
 
-    return place_parts(part_of, shape, layout)
+    return place_parts(part_of, shape, layout, tensor_of)
 
 
 def replicated(value):
@@ -236,6 +237,18 @@ def local_parts(tensor):
             (device_id, shard_slices(layout, shape, device_id), part.numpy())
             for device_id, part in zip(ids, dtensor.unpack(tensor))
         ]
+
+
+def part_addresses(tensor):
+    """Returns where the parts of a DTensor lie, or `None` if they are small."""
+    layout = dtensor.fetch_layout(tensor)
+    device_id = layout.mesh.local_device_ids()[0]
+    limits = shard_slices(layout, tuple(tensor.shape), device_id)
+    shape = [stop - start for start, stop in limits]
+    if not own_memory.is_large(shape, np.dtype(tensor.dtype.as_numpy_dtype)):
+        return None
+    with _raised_once(layout.mesh):
+        return own_memory.addresses(dtensor.unpack(tensor))
 
 
 def read(tensor):

@@ -27,12 +27,10 @@ class ShardedVariable(dtensor.DVariable):
     not mix a DTensor with plain tensors. Off the mesh, in a user's own code, an
     eager operation gets the whole value as a plain tensor. The gradient of this
     tensor is placed on the mesh again. `read_value` always returns the DTensor.
-
-    Attributes:
-        is_new: Bool, whether it holds zeros that wait for their values.
     """
 
-    is_new = False
+    # Where the parts lay when they were put into memory of their own.
+    _noted = None
 
     @property
     def handle(self):
@@ -66,6 +64,21 @@ class ShardedVariable(dtensor.DVariable):
     def assign_sub(self, delta, *args, **kwargs):
         with dtensor.default_mesh(self.layout.mesh):
             return super().assign_sub(self._placed(delta), *args, **kwargs)
+
+    def note_memory(self):
+        """Notes that the parts are in memory of their own."""
+        self._noted = self._addresses()
+
+    def has_own_memory(self):
+        """Returns whether the parts still are where they were noted.
+
+        Otherwise a step has put new values into memory that TensorFlow keeps.
+        """
+        return self._noted is not None and self._noted == self._addresses()
+
+    def _addresses(self):
+        """Returns where the parts lie, or `None` if they are small."""
+        return placement.part_addresses(self.read_value())
 
     def _placed(self, value):
         """Places an eager value of the variable's shape in its layout."""
@@ -122,7 +135,9 @@ def relayout(variable, layout):
     if layout is None:
         new = _plain(variable, part_of(whole), old.trainable)
     else:
-        placed = placement.place_parts(part_of, shape, layout.backend_layout)
+        placed = placement.place_parts(
+            part_of, shape, layout.backend_layout, own_memory.tensor_of
+        )
         # Of a layer that is frozen now, a tape would never watch a new value
         # that is not trainable.
         new = _sharded(variable, placed, old.trainable, layout)
@@ -147,6 +162,7 @@ def _sharded(variable, value, trainable, layout):
         new = ShardedVariable(value, trainable=trainable, name=variable.name)
     # A graph captures the handle: `ops/sequence.py` finds the layout there.
     new.handle._tensor_layout = layout
+    new.note_memory()
     return new
 
 
@@ -203,8 +219,11 @@ def hook_initialize(original, self, value):
         self._shape = self._validate_shape(value.shape)
         if self._layout is None:
             self._layout = current.get_variable_layout(self)
-        processes.same_array(np.asarray(value))
-        placed = placement.place(value, self._layout.backend_layout)
+        value = np.asarray(value)
+        processes.same_array(value)
+        placed = placement.place(
+            value, self._layout.backend_layout, own_memory.tensor_of
+        )
     self._value = _sharded(self, placed, self.trainable, self._layout)
 
 
@@ -226,7 +245,6 @@ def hook_initialize_with_initializer(original, self, initializer):
             layout.backend_layout,
         )
     self._value = _sharded(self, placed, self.trainable, layout)
-    self._value.is_new = True
 
 
 @around
