@@ -256,6 +256,10 @@ class Classes:
             return self.dims.find(part), count
         return root, 1
 
+    def sizes_of(self, root):
+        """Returns the bytes of what is summed if a class is split."""
+        return [cost.size_of(value, self.graph) for value in self.sums[root]]
+
     def _find_members(self):
         """Lists the dims of variables that are in each class."""
         self.members = collections.defaultdict(list)

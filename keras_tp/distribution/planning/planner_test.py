@@ -2,6 +2,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from keras import ops
 
 from integration_tests import small_models
 from keras_tp import distribution
@@ -761,3 +762,37 @@ def test_collectives_of_a_batch_with_an_example_more():
     assert plan.collectives(2) == {"all_reduce": (1, 3 * 16 * 4)}
     again = distribution.ShardingPlan.from_json(plan.to_json())
     assert again.collectives(2) == plan.collectives(2)
+
+
+class Experts(layers.Layer):
+    """All experts see all tokens; a router takes what one of them returns."""
+
+    def build(self, shape):
+        self.up = self.add_weight((4, shape[-1], 24), name="up")
+        self.down = self.add_weight((4, 24, shape[-1]), name="down")
+        self.router = layers.Dense(4, name="router")
+
+    def call(self, x):
+        hidden = ops.relu(ops.einsum("btd,edf->ebtf", x, self.up))
+        found = ops.einsum("ebtf,efd->ebtd", hidden, self.down)
+        taken = ops.one_hot(ops.argmax(self.router(x), axis=-1), 4)
+        return ops.einsum("ebtd,bte->btd", found, taken)
+
+
+def test_experts_are_split_over_the_devices_or_each_of_them_by_bytes():
+    def model():
+        inputs = keras.Input((7, 16))
+        x = layers.LayerNormalization()(inputs)
+        x = inputs + Experts(name="experts")(x)
+        return keras.Model(inputs, layers.LayerNormalization()(x))
+
+    row = plan_of(model, 4)["experts/up"]
+    assert row.axes == ("model", None, None)
+    # A sum over the experts of what they return, for each token and feature,
+    # against a sum inside of each expert.
+    assert row.why.endswith(
+        "along dim 2 it would communicate 2.19 KiB per example, not 896 B"
+    )
+    row = plan_of(model, 8)["experts/up"]
+    assert row.axes == (None, None, "model")
+    assert "would communicate" not in row.why

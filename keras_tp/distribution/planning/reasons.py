@@ -52,7 +52,28 @@ def not_alone(saved, enough, count, sizes):
     return (
         f"saves {format_bytes(saved)} per device (a split that no operation "
         f"sums over has to save {format_bytes(enough)}), and communicates "
-        f"{format_bytes(sum(size.at(1, 1) for size in sizes))} per example"
-        + " and position"
-        * any(size.length for size in sizes)
+        f"{_per_example(sizes)}"
     )
+
+
+def other_dim(dim, sizes, chosen):
+    """Returns why a kernel is not split along another dim.
+
+    Args:
+        dim: Int, the other dim.
+        sizes: List of `Size`, the bytes that it would communicate.
+        chosen: List of `Size`, the bytes that the split communicates.
+    """
+    return (
+        f"; along dim {dim} it would communicate {_per_example(sizes)}, not "
+        f"{format_bytes(_bytes(chosen))}"
+    )
+
+
+def _per_example(sizes):
+    per_position = " and position" * any(size.length for size in sizes)
+    return f"{format_bytes(_bytes(sizes))} per example{per_position}"
+
+
+def _bytes(sizes):
+    return sum(size.at(1, 1) for size in sizes)

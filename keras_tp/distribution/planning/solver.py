@@ -10,7 +10,6 @@ order finds the pairs of a column and a row split (Megatron-LM, Shoeybi et al.
 import collections
 import math
 
-from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning import fused
 from keras_tp.distribution.planning import gathers
 from keras_tp.distribution.planning import reasons
@@ -323,8 +322,7 @@ class _Planner(Classes):
 
     def _why_not_alone(self, root, saved, enough):
         """Returns why a class is not split that no operation sums over."""
-        sizes = [cost.size_of(value, self.graph) for value in self.sums[root]]
-        return reasons.not_alone(saved, enough, self.count, sizes)
+        return reasons.not_alone(saved, enough, self.count, self.sizes_of(root))
 
     def _plan_in_blocks(self, root, free):
         """Notes a class that is not split, because of its fused dims.
@@ -366,6 +364,7 @@ class _Planner(Classes):
         elif dim is not None:
             why = self._why_split(value, dim)
             why += reasons.EACH_BLOCK.format(blocks) * (blocks > 1)
+            why += self._other_dim(value, dim)
             if value.shape[dim] % self.count:
                 why += reasons.UNEVEN.format(value.shape[dim], self.count)
         elif path in self.forced:
@@ -388,6 +387,26 @@ class _Planner(Classes):
         layer = value.path.rpartition("/")[0]
         why += reasons.GATHERED * (layer in self._gathered_layers)
         return why + reasons.SHARED_HEADS * (root in self.coarse)
+
+    def _other_dim(self, value, dim):
+        """Returns what a split along another dim would communicate.
+
+        A stack of kernels may be split in two ways, such as that of experts:
+        over the experts, or inside of each.
+        """
+        root, _ = self.class_of((value.index, dim))
+        for i, size in enumerate(value.shape if value.ndim > 2 else ()):
+            other, _ = self.class_of((value.index, i))
+            if (
+                size > 1
+                and 0 in (dim, i)
+                and other in self.is_paired.intersection(self.members)
+                and self.cost[other] > self.cost[root]
+            ):
+                return reasons.other_dim(
+                    i, self.sizes_of(other), self.sizes_of(root)
+                )
+        return ""
 
     def source(self, value):
         """Returns the index of a value's variable, through casts and slices."""
