@@ -78,7 +78,9 @@ class ShardedVariable(dtensor.DVariable):
 
     def _addresses(self):
         """Returns where the parts lie, or `None` if they are small."""
-        return placement.part_addresses(self.read_value())
+        # It may be made while a function is traced.
+        with tf.init_scope():
+            return placement.part_addresses(self.read_value())
 
     def _placed(self, value):
         """Places an eager value of the variable's shape in its layout."""
