@@ -357,7 +357,7 @@ def test_losses_are_those_of_one_device(kind, form, use, where):
         got = run(kind, use, model)
     np.testing.assert_allclose(got, losses, rtol=1e-5)
     assert model._planned_under is parallel
-    # TensorFlow keeps gates whole.
+    # A backend may lay some of them out in another way.
     plan = parallel.plan
     planned = {row.path: plan.layout_of(row).axes for row in plan.variables}
     report = dist.describe(model)
