@@ -114,3 +114,20 @@ def test_loaded_values_replace_first_ones_in_memory_of_their_own(tmp_path):
         model.load_weights(path)
         assert not value.has_own_memory()
         np.testing.assert_array_equal(value.numpy(), first)
+
+
+def test_a_variable_that_is_made_while_a_function_is_traced():
+    mesh = distribution.DeviceMesh(
+        (1, 2), ["batch", "model"], distribution.list_devices()[:2]
+    )
+    layout_map = distribution.LayoutMap(mesh)
+    layout_map["kernel"] = (None, "model")
+    with distribution.ModelParallel(layout_map=layout_map).scope():
+        model = keras.Sequential([keras.layers.Dense(1024, use_bias=False)])
+        step = tf.function(lambda x: model(x))
+        outputs = step(np.ones((2, 1024), "float32"))
+        kernel = model.layers[0].kernel
+        assert kernel._value.has_own_memory()
+        np.testing.assert_allclose(
+            outputs[0], kernel.numpy().sum(0), rtol=1e-3, atol=1e-4
+        )

@@ -239,16 +239,17 @@ def local_parts(tensor):
         ]
 
 
-def part_addresses(tensor):
-    """Returns where the parts of a DTensor lie, or `None` if they are small."""
-    layout = dtensor.fetch_layout(tensor)
+def part_addresses(variable):
+    """Returns where the parts of a variable lie, or `None` for small ones."""
+    layout = variable.layout
     device_id = layout.mesh.local_device_ids()[0]
-    limits = shard_slices(layout, tuple(tensor.shape), device_id)
+    limits = shard_slices(layout, tuple(variable.shape), device_id)
     shape = [stop - start for start, stop in limits]
-    if not own_memory.is_large(shape, np.dtype(tensor.dtype.as_numpy_dtype)):
+    if not own_memory.is_large(shape, np.dtype(variable.dtype.as_numpy_dtype)):
         return None
-    with _raised_once(layout.mesh):
-        return own_memory.addresses(dtensor.unpack(tensor))
+    # The variable may be made while a function is traced.
+    with tf.init_scope(), _raised_once(layout.mesh):
+        return own_memory.addresses(dtensor.unpack(variable.read_value()))
 
 
 def read(tensor):

@@ -67,20 +67,15 @@ class ShardedVariable(dtensor.DVariable):
 
     def note_memory(self):
         """Notes that the parts are in memory of their own."""
-        self._noted = self._addresses()
+        self._noted = placement.part_addresses(self)
 
     def has_own_memory(self):
         """Returns whether the parts still are where they were noted.
 
         Otherwise a step has put new values into memory that TensorFlow keeps.
         """
-        return self._noted is not None and self._noted == self._addresses()
-
-    def _addresses(self):
-        """Returns where the parts lie, or `None` if they are small."""
-        # It may be made while a function is traced.
-        with tf.init_scope():
-            return placement.part_addresses(self.read_value())
+        noted = self._noted
+        return noted is not None and noted == placement.part_addresses(self)
 
     def _placed(self, value):
         """Places an eager value of the variable's shape in its layout."""

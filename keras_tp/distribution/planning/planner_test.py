@@ -765,7 +765,7 @@ def test_collectives_of_a_batch_with_an_example_more():
 
 
 class Experts(layers.Layer):
-    """All experts see all tokens; a router takes what one of them returns."""
+    """A router chooses one expert for each token."""
 
     def build(self, shape):
         self.up = self.add_weight((4, shape[-1], 24), name="up")
