@@ -8,6 +8,7 @@ import pytest
 from keras import layers
 from keras import ops
 
+from integration_tests import forms_test
 from integration_tests import harness
 from keras_tp import backend
 from keras_tp import distribution
@@ -178,6 +179,60 @@ def test_optimizers(optimizer):
     atol = {"factored": 2e-3, "orthogonal": 5e-4}.get(optimizer, 2e-5)
     shape = harness.fitted((1, 4))
     check_training(optimizer, "split", shape, atol)
+
+
+LOOP_OPTIMIZERS = OPTIMIZERS | {
+    "plain": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "moving_average": lambda: keras.optimizers.Adam(0.003, use_ema=True),
+}
+
+
+@only_split
+@pytest.mark.parametrize("optimizer", LOOP_OPTIMIZERS)
+def test_a_loop_of_ones_own(optimizer):
+    """It begins with values in the shapes of the variables."""
+    x, y = data()
+
+    def losses():
+        model = network()
+        model.compile(LOOP_OPTIMIZERS[optimizer](), "mse")
+        return forms_test.USES["loop"](model, x, y)
+
+    want = losses()
+    with parallel(harness.fitted((1, 4))).scope():
+        np.testing.assert_allclose(losses(), want, rtol=1e-5)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="gradients by JAX")
+@pytest.mark.parametrize("optimizer", LOOP_OPTIMIZERS)
+def test_a_loop_that_is_not_compiled(optimizer):
+    import jax
+
+    x, y = data()
+
+    def losses():
+        model = network()
+        own = LOOP_OPTIMIZERS[optimizer]()
+        variables = model.trainable_variables
+
+        def loss_of(values):
+            outputs, _ = model.stateless_call(values, [], x)
+            return keras.ops.mean((outputs - y) ** 2)
+
+        found = []
+        for _ in range(3):
+            loss, gradients = jax.value_and_grad(loss_of)(
+                [v.value for v in variables]
+            )
+            own.apply(gradients, variables)
+            found.append(float(loss))
+        return found
+
+    want = losses()
+    with parallel(harness.fitted((1, 4))).scope():
+        np.testing.assert_allclose(losses(), want, rtol=1e-5)
 
 
 @only_split

@@ -83,6 +83,8 @@ def block_dim(variable):
 
 def to_stored(value, shape):
     """Returns a value in a stored shape: with blocks, or zeros at the ends."""
+    if value.shape == tuple(shape):
+        return value
     if value.ndim != len(shape):
         return jnp.reshape(value, shape)
     ends = [(0, size - own) for size, own in zip(shape, value.shape)]
@@ -203,16 +205,23 @@ def _moved(value, shape, target):
 
 @around
 def hook_scope(original, self, state_mapping=None, *args, **kwargs):
-    """Takes stored arrays for values of variables."""
+    """Takes stored arrays for values of variables.
+
+    Those in blocks get their stored shape here: a loop of one's own begins with
+    values in the shapes of their variables, and an update changes some of them
+    to stored ones, which are then used with the others.
+    """
     own, other = [], []
     for variable, value in state_mapping or ():
-        is_stored_shape = np.shape(value) == shape_of(variable)
-        (other if is_stored_shape else own).append((variable, value))
-    original(self, own, *args, **kwargs)
-    for variable, value in other:
+        shape, given = shape_of(variable), np.shape(value)
+        in_blocks = shape is not None and block_dim(variable) is not None
+        is_other = given == shape or in_blocks and given == variable._shape
+        (other if is_other else own).append((variable, value, shape))
+    original(self, [entry[:2] for entry in own], *args, **kwargs)
+    for variable, value, shape in other:
         # Keras would compare the shapes.
         value = core.convert_to_tensor(value, dtype=variable.dtype)
-        self.state_mapping[id(variable)] = value
+        self.state_mapping[id(variable)] = to_stored(value, shape)
 
 
 class Variable:
@@ -248,7 +257,7 @@ class Variable:
         if value.shape not in (shape, self._shape):
             # Raises.
             return original(self, value)
-        kept = value if value.shape == shape else to_stored(value, shape)
+        kept = to_stored(value, shape)
         if in_stateless_scope():
             get_stateless_scope().add_update((self, kept))
         else:
@@ -257,7 +266,7 @@ class Variable:
 
     def _direct_assign(original, self, value):
         shape = shape_of(self)
-        if shape is not None and value.shape != shape:
+        if shape is not None:
             value = to_stored(value, shape)
         original(self, value)
 
@@ -294,6 +303,15 @@ class Variable:
             )()
 
 
+def _gradient(gradient, variable, in_blocks):
+    shape = shape_of(variable)
+    if in_blocks and shape is not None and block_dim(variable) is not None:
+        return to_stored(gradient, shape)
+    if gradient.shape == shape:
+        return from_stored(gradient, variable.shape)
+    return gradient
+
+
 def _is_in_place(variable, value):
     """Returns whether a variable can hold an array as it is."""
     layout = getattr(variable, "_layout", None)
@@ -312,8 +330,8 @@ def _is_in_place(variable, value):
 def hook_apply_gradients(original, self, grads, trainable_variables):
     """Gives the gradients of stored arrays the shape of their variables.
 
-    Those in blocks stay as they are if the optimizer does not ask for shapes:
-    gradients, values and slots are then split alike.
+    Those of variables in blocks get the stored shape if the optimizer does not
+    ask for shapes: gradients, values and slots are then split alike.
     """
     # Keras makes zeros of the variables' shapes for accumulated gradients.
     by_element = (
@@ -321,9 +339,7 @@ def hook_apply_gradients(original, self, grads, trainable_variables):
         and not self.gradient_accumulation_steps
     )
     grads = [
-        g
-        if g.shape != shape_of(v) or by_element and block_dim(v) is not None
-        else from_stored(g, v.shape)
+        _gradient(g, v, in_blocks=by_element)
         for g, v in zip(grads, trainable_variables)
     ]
     with as_it_is():
