@@ -20,6 +20,7 @@ from keras_tp.distribution import derived_variables
 from keras_tp.distribution import model_state
 from keras_tp.distribution import optimizer_slots
 from keras_tp.distribution import preset_files
+from keras_tp.distribution import recurrent
 from keras_tp.distribution import state_trees
 from keras_tp.distribution import variable_origin
 from keras_tp.distribution import weight_files
@@ -402,4 +403,5 @@ TABLE = [
         "clear_session keeps the distribution",
     ),
     *checkpoint_hooks.TABLE,
+    *recurrent.TABLE,
 ]

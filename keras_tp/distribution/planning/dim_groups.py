@@ -296,6 +296,11 @@ class Classes:
                 self.is_paired.add(root)
             self.sums[root].append(partial.tensor)
             self.cost[root] += self.bytes_sent(partial.tensor)
+        for node, value in self.dims.states:
+            # Gathered, and the gradient is reduce-scattered.
+            root, _ = self.class_of(node)
+            self.sums[root].append(value)
+            self.cost[root] += self.bytes_sent(value)
         gathered = self.dims.gathers + [
             ((value.index, i), value)
             for value in self.graph.outputs

@@ -38,7 +38,8 @@ def find_cuts(planner):
 def _keeps_blocks(step, value, dim, made_by):
     """Returns whether a step reads a dim of blocks without a gather."""
     if step.is_leaf:
-        return False
+        # Layers of gates.
+        return step.kind in ("LSTM", "GRU")
     if step.kind == "Matmul":
         is_kernel = made_by.get(value.index) in ("variable", "Cast")
         return is_kernel and (value.ndim, dim) == (2, 1)

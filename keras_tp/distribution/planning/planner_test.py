@@ -475,16 +475,37 @@ def test_convolutions_alternate():
     }
 
 
-@pytest.mark.parametrize("layer", [layers.LSTM, layers.GRU])
-def test_gates_stay_together(layer):
+def recurrent(layer, **kwargs):
+    """Returns the rows of a recurrent layer before a `Dense` layer."""
     inputs = keras.Input((6, 12))
-    x = layer(16, name="recurrent")(inputs)
+    x = layer(16, name="recurrent", **kwargs)(inputs)
     plan = plan_of(keras.Model(inputs, layers.Dense(5)(x)))
-    for row in plan.variables:
-        if row.path.startswith("recurrent"):
-            assert not row.is_split
-            if len(row.shape) > 1:
-                assert "gates of a unit" in row.why
+    return [row for row in plan.variables if row.path.startswith("recurrent")]
+
+
+@pytest.mark.parametrize(
+    "layer, gates", [(layers.LSTM, 4), (layers.GRU, 3), (layers.SimpleRNN, 1)]
+)
+def test_units_of_each_gate_are_split(layer, gates):
+    for row in recurrent(layer):
+        assert row.axes == (None, "model")[-len(row.shape) :]
+        assert row.blocks == gates
+        # A loop of unknown length communicates at each of its steps.
+        assert row.is_predicted == (row.path.endswith("bias"))
+
+
+@pytest.mark.parametrize(
+    "layer, kwargs",
+    [
+        (layers.LSTM, {"use_cudnn": True}),
+        (layers.GRU, {"reset_after": False}),
+    ],
+)
+def test_gates_that_cannot_be_split_alike_stay_together(layer, kwargs):
+    for row in recurrent(layer, **kwargs):
+        assert not row.is_split
+        if len(row.shape) > 1:
+            assert "gates of a unit" in row.why
 
 
 def test_a_small_head_does_not_break_up_a_pair():

@@ -20,6 +20,8 @@ KNOWN_ROWS = (
     "; each step looks up one known row, or all rows, so XLA may gather or "
     f"send rows, {NOT_PREDICTED}"
 )
+# Of a kernel of LSTM and the like.
+IN_A_LOOP = f"; backends communicate at each time step, {NOT_PREDICTED}"
 # Of a kernel whose layer's output is needed whole.
 GATHERED = "; the layer's output is gathered"
 # Of a dim that the devices do not divide.

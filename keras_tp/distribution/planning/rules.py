@@ -147,6 +147,9 @@ class Dims:
             consists of `count` blocks of the dim `part`; see `block`.
         gathers: List of pairs of a node and the `Value` that is gathered if
             the node is split.
+        in_loops: Set of the indices of variables that each time step uses.
+        states: List of pairs of a node and the `Value` of all states of a
+            loop. If the node is split, each time step gathers the state before.
     """
 
     def __init__(self, graph):
@@ -158,6 +161,8 @@ class Dims:
         self.factors = []
         self.blocks = []
         self.gathers = []
+        self.in_loops = set()
+        self.states = []
         # Indices of values computed from weights alone.
         self.weights = set()
         self._add_weights(

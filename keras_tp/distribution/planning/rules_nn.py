@@ -137,16 +137,48 @@ def pooling(dims, step):
             dims.keep(output, i, "pooled")
 
 
-@leaf_rule("LSTM", "GRU", "SimpleRNN")
+# Layer -> gates, whose kernels are blocks of one dim.
+_GATES = {"LSTM": 4, "GRU": 3, "SimpleRNN": 1}
+
+
+@leaf_rule(*_GATES)
 def recurrent(dims, step):
-    """Splits the input features only: every time step needs all the rest."""
-    x, kernel = step.inputs[0], step.variables[0]
-    why = "recurrent: the gates of a unit need all units at every time step"
+    """Splits the units, of each gate, or the features of the input."""
+    layer, x, output = step.operation, step.inputs[0], step.outputs[0]
+    kernel, *others = step.variables
     dims.same(x, -1, kernel, 0)
-    dims.partial(kernel, 0, step.outputs[0])
-    dims.keep(kernel, -1, why)
-    dims.keep_whole([*step.variables[1:], *step.outputs], why)
+    dims.partial(kernel, 0, output)
+    dims.in_loops.update(value.index for value in step.variables[:2])
     dims.keep(x, 1, "time steps")
+    if not _splits_units(layer):
+        why = "recurrent: the gates of a unit need all units at every time step"
+        dims.keep(kernel, -1, why)
+        return dims.keep_whole([*others, *step.outputs], why)
+    gates = _GATES[step.kind]
+    for value in step.variables:
+        if gates > 1:
+            dims.block(value, -1, output, -1, gates, is_split=True)
+        else:
+            dims.same(value, -1, output, -1)
+    for state in [*step.inputs[1:], *step.outputs[1:]]:
+        dims.same(state, -1, output, -1)
+    dims.keep(others[0], 0, "recurrent: a time step needs all units before it")
+    dims.partial(output, -1, x, backward=True)
+    dims.states.append(((output.index, output.ndim - 1), output))
+
+
+def _splits_units(layer):
+    """Returns whether a layer computes the gates of some units alone.
+
+    It has to split products of all gates at once, and no fused kernel of cuDNN
+    may be asked for.
+    """
+    return (
+        not layer.stateful
+        and getattr(layer, "use_cudnn", "auto") is not True
+        and getattr(layer.cell, "implementation", 2) == 2
+        and getattr(layer.cell, "reset_after", True)
+    )
 
 
 @leaf_rule("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D", "RNN")

@@ -386,6 +386,7 @@ class _Planner(Classes):
         )
         layer = value.path.rpartition("/")[0]
         why += reasons.GATHERED * (layer in self._gathered_layers)
+        why += reasons.IN_A_LOOP * (value.index in self.dims.in_loops)
         return why + reasons.SHARED_HEADS * (root in self.coarse)
 
     def _other_dim(self, value, dim):
