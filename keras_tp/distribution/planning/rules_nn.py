@@ -163,6 +163,9 @@ def recurrent(dims, step):
     for state in [*step.inputs[1:], *step.outputs[1:]]:
         dims.same(state, -1, output, -1)
     dims.keep(others[0], 0, "recurrent: a time step needs all units before it")
+    for bias in others[1:]:
+        if bias.ndim > 1:
+            dims.keep(bias, 0, "one for the input, one for the state")
     dims.partial(output, -1, x, backward=True)
     dims.states.append(((output.index, output.ndim - 1), output))
 
