@@ -7,6 +7,9 @@
 #   KERAS_BACKEND=torch bash shell/test.sh
 #   KERAS_BACKEND=torch KERAS_TP_TORCH_DEVICES=4 bash shell/test.sh
 #   bash shell/test.sh keras_tp/distribution -k layout
+#
+# After KERAS_TP_TEST_MINUTES, if it is set, tests that still run are ended, and
+# print where each of their threads is.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 make_environment .venv-test jax,tensorflow,torch,hub,test
@@ -36,15 +39,23 @@ case ${KERAS_BACKEND:-} in
     # TensorFlow and torch in halves. The output of each follows its end.
     logs=$(mktemp -d)
     trap 'rm -rf "$logs"' EXIT
+    end=$(($(date +%s) + 60 * ${KERAS_TP_TEST_MINUTES:-0}))
+    ulimit -c 0
     printf '%s\n' jax tensorflow-models torch-processes \
         tensorflow-package torch-others |
         xargs -P 3 -I{} bash -c '
+        left=0
+        if [ "${KERAS_TP_TEST_MINUTES:-0}" != 0 ]; then
+            left=$(($3 - $(date +%s)))
+            left=$((left > 1 ? left : 1))
+        fi
         KERAS_BACKEND=${1%%-*} KERAS_TP_TESTS=${1#*-} \
+            timeout --signal=ABRT --kill-after=60 $left \
             bash shell/test.sh >"$2/$1" 2>&1
         code=$?
         echo "== $1"
         cat "$2/$1"
-        exit $code' _ {} "$logs"
+        exit $code' _ {} "$logs" "$end"
     ;;
 torch)
     # What needs several devices runs in the processes that one of these
