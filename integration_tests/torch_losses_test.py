@@ -63,6 +63,22 @@ def test_losses_are_those_of_all_samples(loss, reduction, shape, dim, mesh):
         assert counter.total["all_gather"][0] == 2
 
 
+@pytest.mark.parametrize(
+    "loss", [*LOSSES, F.binary_cross_entropy], ids=lambda loss: loss.__name__
+)
+def test_the_gradient_of_a_mean_gathers_nothing(loss, mesh):
+    """It is whole, and the outputs are split."""
+    value, target = torch.sigmoid(randn(4, 8)), torch.ones(4, 8)
+    want = value.clone().requires_grad_()
+    loss(want, target, reduction="none").mean(-1).sum().backward()
+    got = placed(value, (None, M), mesh).requires_grad_()
+    counter = CollectiveCounter()
+    with counter:
+        loss(got, target, reduction="none").mean(-1).sum().backward()
+    assert counter.total["all_gather"] == [0, 0]
+    torch.testing.assert_close(placement.to_full(got.grad), want.grad)
+
+
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_a_loss_of_plain_tensors_beside_a_split_one(loss, mesh):
     x, y = randn(4, 8), randn(8, 4).T

@@ -109,7 +109,12 @@ def loss(op, args, kwargs):
     tensors = [t for t in given.values() if torch.is_tensor(t)]
     x = max(tensors, key=lambda t: t.ndim)
     alike = [t for t in tensors if t.shape == x.shape]
-    first = next((t for t in alike if isinstance(t, DTensor)), None)
+    # The gradient of a mean is whole: it must not gather the others.
+    first = max(
+        (t for t in alike if isinstance(t, DTensor)),
+        key=lambda t: sum(placed.is_shard() for placed in t.placements),
+        default=None,
+    )
     # A loss with a reduction has a gradient that is a number.
     others = [t for t in tensors if t.shape != x.shape and t.ndim]
     if first is None or others:
