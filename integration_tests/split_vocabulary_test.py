@@ -5,6 +5,7 @@ numbers for each token, not its logits.
 """
 
 import functools
+import pathlib
 
 import keras
 import numpy as np
@@ -153,6 +154,59 @@ def test_losses_and_metrics(shape, name):
     assert counted["all_to_all"][0] == counted["collective_permute"][0] == 0
     assert sent <= TOKENS * (12 + (candidates / 4 if metric else 0))
     assert sent < TOKENS * CLASSES / shape[0] / shape[1]
+
+
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "plans.md"
+# Words of a row of the page -> its losses, with their targets.
+PAGE_LOSSES = {
+    "mean squared": [
+        (losses.MeanSquaredError, ONE_HOT),
+        (losses.MeanAbsoluteError, ONE_HOT),
+        (losses.Huber, ONE_HOT),
+        (losses.Hinge, ONE_HOT),
+        (losses.Poisson, ONE_HOT),
+        (losses.BinaryCrossentropy, ONE_HOT),
+        (lambda: losses.BinaryCrossentropy(from_logits=True), ONE_HOT),
+    ],
+    "Kullback": [(losses.KLDivergence, ONE_HOT)],
+    "cosine": [(losses.CosineSimilarity, ONE_HOT)],
+    "of logits": [(sparse, CLASS), (dense, ONE_HOT)],
+    "of probabilities": [
+        (losses.SparseCategoricalCrossentropy, CLASS),
+        (losses.CategoricalCrossentropy, ONE_HOT),
+    ],
+}
+
+
+def counts_of_the_page():
+    """Returns the words of each row about a loss, and its counts."""
+    part = PAGE.read_text().partition("## What a loss adds")[2]
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split("|")]
+        for line in part.partition("\n## ")[0].splitlines()
+        if line.startswith("|")
+    ]
+    names, _, *rows = rows
+    column = [name.lower() for name in names].index(BACKEND)
+    return {row[0]: int(row[column]) for row in rows}
+
+
+@pytest.mark.parametrize("words", PAGE_LOSSES)
+def test_the_page_has_the_sums_of_a_loss(words):
+    (want,) = (n for name, n in counts_of_the_page().items() if words in name)
+    for loss, targets in PAGE_LOSSES[words]:
+        with harness.model_parallel(LAYOUTS, (1, 2)).scope():
+            model = model_of(loss)
+        counted = distribution.count_collectives(model, X, targets)
+        count, size = counted.pop("all_reduce")
+        assert count == want, loss
+        assert 4 * count <= size <= TOKENS * count
+        assert not any(count for count, _ in counted.values())
+
+
+def test_the_page_has_no_other_row():
+    found = counts_of_the_page()
+    assert len(found) == len(PAGE_LOSSES)
 
 
 def head(function, size, classes=CLASSES):
