@@ -1,7 +1,9 @@
 """The tests that CI leaves out; KERAS_TP_SLOW=1 runs them."""
 
+import collections
 import os
 import re
+import zlib
 
 import keras
 import pytest
@@ -65,6 +67,22 @@ NAMED = (
     r"resumed_runs_test\.py::(?!test_(in_the_middle_of_an_epoch\[arrays"
     r"|at_the_start_of_an_epoch\[split))",
 )
+# Files whose tests have many cases. CI runs each case on one of the backends,
+# and at least one case of each test on each.
+SPREAD = "|".join(
+    rf"^integration_tests/{name}_test\.py::.*\["
+    for name in (
+        *("derived_variables", "forms", "generate", "gradients"),
+        *("hub_backbones", "ops", "ops_layers", "parity", "planned_models"),
+        *("planning", "planning_rules", "recipes", "saving", "training"),
+        *("split_vocabulary", "uneven", "whole_model", "zero"),
+        *("checkpoint_derived", "checkpoint_hub", "resumed_runs"),
+        *("rematerialization", "sequence_parallel", "stored_weights"),
+        *("benchmark", "blocks", "collective_calls", "faults"),
+        *("keras_suite", "output"),
+    )
+)
+BACKENDS = ("jax", "tensorflow", "torch")
 # What CI leaves out on a backend that needs too long for all: patterns of test
 # names. At least one instance of each claim stays, or two backends show it.
 SLOW_ON = {
@@ -100,16 +118,23 @@ SLOW_ON = {
         # Each starts two processes; one value that is no time stays.
         r"torch_launch_test\.py::test_a_time_to_wait_that_is_none"
         r"\[(soon|-3|inf|nan)",
-        # A compiled step of a block is counted in `compiling_test.py`.
-        r"torch_models_test\.py::test_jit_compile_does_not_break",
+        # torch's compiler takes minutes; `torch_models_test.py` has one model.
+        r"compiling_test\.py::test_(a_train_step|evaluate_and_predict)",
+        r"torch_models_test\.py::test_jit_compile_(does_not_break|of_a_model)",
+        r"torch_data_test\.py::test_compiled_steps",
+        # The child and the seed are the same code on each backend.
+        r"verification_test\.py::test_(another_model_each|batches_seed)",
+        # One case of each is shown.
+        r"torch_processes_test\.py::.*\[(torch\]|0\])",
         # How the suite of Keras ends is read alike on each backend.
         r"keras_suite_test\.py::test_how_tests_end",
         # JAX trains the same example, and TensorFlow with two processes.
         r"train_lm_test\.py::test_losses_are_those_of_one_device",
     ),
     "tensorflow": (
-        # The launcher prints the same on each backend.
+        # The launcher prints the same on each backend, and ends alike.
         r"output_test\.py::.*(all_processes_speak|all_errors|abort-13|exit-7)",
+        r"launch_test\.py::test_(the_exit_code|a_script_that_chooses)",
         # Runs end by an error, and by a kill while they save, in other cases;
         # a call by one process is refused alike where it saves.
         r"processes_test\.py::test_an_error_ends.*"
@@ -177,8 +202,22 @@ SLOW_ON = {
 def pytest_collection_modifyitems(items):
     if SLOW:
         return
-    slow = "|".join(SLOW_ON.get(keras.config.backend(), ())) or "$^"
+    backend = keras.config.backend()
+    slow = "|".join(SLOW_ON.get(backend, ())) or "$^"
+    spread = collections.defaultdict(list)
     skip = pytest.mark.skip(reason="set KERAS_TP_SLOW=1 to run it")
     for item in items:
         if item.get_closest_marker("slow") or re.search(slow, item.nodeid):
             item.add_marker(skip)
+        elif re.search(SPREAD, item.nodeid):
+            spread[item.nodeid.partition("[")[0]].append(item)
+    for cases in spread.values():
+        own = [item for item in cases if backend_of(item.nodeid) == backend]
+        for item in cases:
+            if item not in (own or cases[:1]):
+                item.add_marker(skip)
+
+
+def backend_of(name):
+    """Returns the backend on which CI runs a case."""
+    return BACKENDS[zlib.crc32(name.encode()) % len(BACKENDS)]
