@@ -180,7 +180,7 @@ PAGE_LOSSES = {
 
 def counts_of_the_page():
     """Returns the words of each row about a loss, and its counts."""
-    part = PAGE.read_text().partition("## What a loss adds")[2]
+    part = PAGE.read_text().partition("## All-reduces of a loss")[2]
     rows = [
         [cell.strip() for cell in line.strip("| ").split("|")]
         for line in part.partition("\n## ")[0].splitlines()

@@ -330,8 +330,9 @@ def _is_in_place(variable, value):
 def hook_apply_gradients(original, self, grads, trainable_variables):
     """Gives the gradients of stored arrays the shape of their variables.
 
-    Those of variables in blocks get the stored shape if the optimizer does not
-    ask for shapes: gradients, values and slots are then split alike.
+    Gradients of variables in blocks get the stored shape instead, so that they
+    are split as values and slots are. An optimizer that asks for shapes gets
+    the variables' own.
     """
     # Keras makes zeros of the variables' shapes for accumulated gradients.
     by_element = (
