@@ -198,11 +198,14 @@ def test_a_loop_of_ones_own(optimizer):
     def losses():
         model = network()
         model.compile(LOOP_OPTIMIZERS[optimizer](), "mse")
-        return forms_test.USES["loop"](model, x, y)
+        return forms_test.USES["loop"](model, x, y), model
 
-    want = losses()
-    with parallel(harness.fitted((1, 4))).scope():
-        np.testing.assert_allclose(losses(), want, rtol=1e-5)
+    want, _ = losses()
+    shape = harness.fitted((1, 4))
+    with parallel(shape).scope():
+        got, model = losses()
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert_split(model, shape[1])
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="gradients by JAX")
@@ -228,11 +231,14 @@ def test_a_loop_that_is_not_compiled(optimizer):
             )
             own.apply(gradients, variables)
             found.append(float(loss))
-        return found
+        return found, model
 
-    want = losses()
-    with parallel(harness.fitted((1, 4))).scope():
-        np.testing.assert_allclose(losses(), want, rtol=1e-5)
+    want, _ = losses()
+    shape = harness.fitted((1, 4))
+    with parallel(shape).scope():
+        got, model = losses()
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert_split(model, shape[1])
 
 
 @only_split

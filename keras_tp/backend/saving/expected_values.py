@@ -39,17 +39,16 @@ def context():
     At its end, those that were not loaded are drawn.
     """
     _expected.depth += 1
+    variables = _expected.variables
     try:
         yield
-    except BaseException:
+    finally:
         _expected.depth -= 1
         if not _expected.depth:
-            # What is left of the model draws its values if they are read.
+            # After an error, what is left of the model draws its values if they
+            # are read.
             _expected.variables = []
-        raise
-    _expected.depth -= 1
     if not _expected.depth:
-        variables, _expected.variables = _expected.variables, []
         for variable in variables:
             draw(variable)
 
@@ -106,11 +105,10 @@ def loaded(variable):
         yield
         return
     variable._undrawn = None
-    try:
+    with contextlib.ExitStack() as after_an_error:
+        after_an_error.callback(setattr, variable, "_undrawn", initializer)
         yield
-    except BaseException:
-        variable._undrawn = initializer
-        raise
+        after_an_error.pop_all()
 
 
 class Loader:
