@@ -113,6 +113,10 @@ SHAPES = list(
 )
 
 
+def name_of(shape):
+    return "plain" if shape is None else f"{shape[0]}x{shape[1]}"
+
+
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "saved"
@@ -121,18 +125,19 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     "shape",
     [SHAPES[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SHAPES[1:])],
+    ids=name_of,
 )
-def test_a_checkpoint_loads_on_any_mesh(shape, folder):
+@pytest.mark.parametrize("other", SHAPES, ids=name_of)
+def test_a_checkpoint_loads_on_any_mesh(shape, other, folder):
     values, losses = saved(shape, folder)
-    for other in SHAPES:
-        options = [{}]
-        if other and other[0] > 1:
-            options.append({"fully_shard": True})
-        for arguments in options:
-            found, later = loaded(other, folder, **arguments)
-            for value, expected in zip(found, values, strict=True):
-                np.testing.assert_array_equal(value, expected)
-            np.testing.assert_allclose(later, losses, rtol=1e-5)
+    options = [{}]
+    if other and other[0] > 1:
+        options.append({"fully_shard": True})
+    for arguments in options:
+        found, later = loaded(other, folder, **arguments)
+        for value, expected in zip(found, values, strict=True):
+            np.testing.assert_array_equal(value, expected)
+        np.testing.assert_allclose(later, losses, rtol=1e-5)
 
 
 def test_each_part_is_written_once(folder):

@@ -255,7 +255,6 @@ SLICES = {
             *EVERYWHERE["tensor"],
             "callbacks/backup_and_restore_test.py",
             "saving/saving_api_test.py",
-            "trainers/trainer_test.py",
         ],
         "map": [
             "layers/normalization/layer_normalization_test.py",
@@ -280,7 +279,6 @@ SLICES = {
             "layers/attention/multi_head_attention_test.py",
             "layers/convolutional/conv_test.py",
             "models/model_test.py",
-            "saving/saving_api_test.py",
         ],
         "map": [
             "layers/core/dense_test.py",

@@ -24,10 +24,10 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from integration_tests import callbacks_test
+from integration_tests import processes_meshes
 
 FOLDER = pathlib.Path(sys.argv[1])
 COUNT, INDEX = lib.num_processes(), lib.process_id()
-MESHES = [(1, 4), (2, 2), (4, 1)]
 ROWS, BATCH = 22, 8
 
 
@@ -354,7 +354,7 @@ ONCE = dict.fromkeys(
 def main():
     found = {}
     wanted = sys.argv[2:] or CHECKS
-    for shape in MESHES:
+    for shape in processes_meshes.SHAPES:
         for name in wanted:
             if ONCE.get(name, shape) != shape:
                 continue

@@ -385,7 +385,7 @@ assert "tensorflow" not in sys.modules
 """
 
 
-def test_tensorflow_is_not_imported_to_save_a_model(tmp_path):
+def test_tensorflow_is_not_imported_to_save_a_model(tmp_path_factory):
     if keras.config.backend() == "tensorflow":
         pytest.skip("it is imported anyway")
     environment = launching.environment(devices=2)
@@ -394,7 +394,8 @@ def test_tensorflow_is_not_imported_to_save_a_model(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env=environment,
-        cwd=tmp_path,
+        # Not `tmp_path`: on torch all processes have the same.
+        cwd=tmp_path_factory.mktemp("own"),
         capture_output=True,
         text=True,
     )
