@@ -22,6 +22,7 @@ setup(
     license="MIT",
     packages=find_packages(include=["keras_tp", "keras_tp.*"]),
     python_requires=">=3.11",
+    entry_points={"console_scripts": ["keras-tp = keras_tp.__main__:main"]},
     install_requires=["keras>=3.15,<3.16", "numpy", "rich", "safetensors"],
     extras_require={
         **BACKENDS,

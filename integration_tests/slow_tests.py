@@ -141,6 +141,7 @@ SLOW_ON = {
         r"|a_test_that_asks_nothing)",
         # No process is started: the same on each backend.
         r"launch_test\.py::test_bad_arguments",
+        r"command_line_test\.py::test_(doctor_names|launch_passes)",
         # JAX trains the same example, and TensorFlow with two processes.
         r"train_lm_test\.py::test_losses_are_those_of_one_device",
     ),
@@ -178,6 +179,7 @@ SLOW_ON = {
         *NAMED,
         # No devices are used: the same on each backend.
         r"launch_test\.py::test_(dry_run|bad_arguments)",
+        r"command_line_test\.py::test_(doctor_names|launch_passes)",
         # More than a minute; the mesh of one axis is tried.
         r"ops_test\.py::.*_of_two_axes\[depthwise_conv\]",
         r"benchmark_test\.py::test_(plan_|step_time)",

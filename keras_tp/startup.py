@@ -76,8 +76,10 @@ def _quietly(execute, module):
 
 def _is_launched():
     arguments = sys.orig_argv
-    return LAUNCHER in os.environ or ("-m", "keras_tp.launch") in zip(
-        arguments, arguments[1:]
+    return LAUNCHER in os.environ or any(
+        pair in (("-m", "keras_tp.launch"), ("-m", "keras_tp"))
+        or pair[0].endswith("/keras-tp")
+        for pair in zip(arguments, arguments[1:])
     )
 
 

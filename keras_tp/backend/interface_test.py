@@ -96,7 +96,8 @@ def test_style(path):
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None
             assert ast.unparse(node.type) != "Exception", node.lineno
-        if isinstance(node, ast.Call):
+        # What the commands print is what they are for.
+        if isinstance(node, ast.Call) and path.parent.name != "command_line":
             assert ast.unparse(node.func) != "print", node.lineno
 
 

@@ -17,8 +17,8 @@ from keras_tp.distribution.compile_report import CompileReport
 from keras_tp.distribution.device_mesh import DeviceMesh
 from keras_tp.distribution.distribution_lib import install
 from keras_tp.distribution.layout_map import LayoutMap
+from keras_tp.distribution.planning import discarded
 from keras_tp.distribution.planning import model_inputs
-from keras_tp.distribution.planning import trace
 from keras_tp.distribution.sharding_plan import plan_sharding
 from keras_tp.distribution.tensor_layout import format_bytes
 from keras_tp.distribution.tensor_layout import layout_like
@@ -222,10 +222,10 @@ class _Job:
             self.whole_fn,
         )
         with (
-            trace.no_trace_left(),
+            discarded.no_trace_left(),
             current.scope(),
             keras.StatelessScope(initialize_variables=False),
-            trace.initial_values_put_off(),
+            discarded.initial_values_put_off(),
         ):
             model = build_fn()
             self.compile(model)

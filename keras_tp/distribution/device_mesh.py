@@ -91,6 +91,21 @@ class DeviceMesh(keras_lib.DeviceMesh):
         return self._backend_mesh
 
 
+def mesh_of_first_devices(shape, names):
+    """Returns a `DeviceMesh` of the first devices, here or not.
+
+    If too few are here, it has the names that the next ones would have.
+
+    Args:
+        shape: Tuple of ints, sizes of the axes.
+        names: List of strings, names of the axes.
+    """
+    count, devices = math.prod(shape), backend.distribution_lib.list_devices()
+    kind = devices[0].partition(":")[0]
+    devices += [f"{kind}:{index}" for index in range(len(devices), count)]
+    return DeviceMesh(shape, names, devices[:count])
+
+
 def listed_devices(devices):
     """Returns `devices` as a list; `ValueError` if it is not one, or empty."""
     is_list = isinstance(devices, (list, tuple, np.ndarray))

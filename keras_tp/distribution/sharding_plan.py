@@ -10,8 +10,7 @@ from keras_tp import backend
 from keras_tp.backend.saving import atomic_files
 from keras_tp.distribution import arguments
 from keras_tp.distribution import plan_comparison
-from keras_tp.distribution.device_mesh import DeviceMesh
-from keras_tp.distribution.distribution_lib import list_devices
+from keras_tp.distribution.device_mesh import mesh_of_first_devices
 from keras_tp.distribution.layout_map import LayoutMap
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning import fully_sharded
@@ -216,6 +215,12 @@ class ShardingPlan:
         }
 
     @property
+    def needs_sequence_length(self):
+        """Whether predictions need the size of other dims than the batch."""
+        sizes = [row.size for row in (*self.reductions, *self.gathers)]
+        return any(size.length for size in (*sizes, *self.activations))
+
+    @property
     def _replicas(self):
         return axis_size(self.device_mesh, planner.batch_axis(self.device_mesh))
 
@@ -343,7 +348,7 @@ class ShardingPlan:
         mesh = fields.pop("device_mesh")
         shape, names = tuple(mesh["shape"]), list(mesh["axis_names"])
         if device_mesh is None:
-            device_mesh = _mesh_of_first_devices(shape, names)
+            device_mesh = mesh_of_first_devices(shape, names)
         if tuple(device_mesh.shape) != shape or names != list(
             device_mesh.axis_names
         ):
@@ -441,10 +446,3 @@ def _replace(path, text):
     with atomic_files.replaced(path) as new:
         with open(new, "w", encoding="utf-8") as file:
             file.write(text)
-
-
-def _mesh_of_first_devices(shape, names):
-    count, devices = math.prod(shape), list_devices()
-    kind = devices[0].partition(":")[0]
-    devices += [f"{kind}:{index}" for index in range(len(devices), count)]
-    return DeviceMesh(shape, names, devices[:count])

@@ -9,7 +9,7 @@ from keras_tp import backend
 from keras_tp.distribution import reference_run
 from keras_tp.distribution.arguments import check_distribution
 from keras_tp.distribution.planning import tables
-from keras_tp.distribution.planning.trace import no_trace_left
+from keras_tp.distribution.planning.discarded import no_trace_left
 
 # A sum over devices is rounded in another order, and later layers add to the
 # error. A layer diverges beyond this many times the tolerance.
