@@ -227,8 +227,8 @@ def test_doctor_names_a_backend_that_fails(monkeypatch, tmp_path):
     broken = tmp_path / "check.py"
     broken.write_text("raise OSError('no network here')")
     monkeypatch.setattr(doctor, "CHECK", broken)
-    is_well, said = doctor.check(BACKEND, 2, 300)
-    assert not is_well
+    works, said = doctor.check(BACKEND, 2, 300)
+    assert not works
     assert "no network here" in said
 
 

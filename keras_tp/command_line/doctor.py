@@ -65,17 +65,17 @@ def run(options):
     ]
     print(f"Environment: {', '.join(held) or 'nothing is set'}")
     print(f"Backend of Keras: {keras.config.backend()}")
-    works = []
+    results = []
     for name in backend.SUPPORTED_BACKENDS:
         if importlib.util.find_spec(name) is None:
             print(f"{name}: not installed; `pip install 'keras_tp[{name}]'`")
             continue
-        is_well, text = check(name, options.devices, options.timeout)
-        works.append(is_well)
+        works, text = check(name, options.devices, options.timeout)
+        results.append(works)
         print(f"{name}: {text}")
-    if not works:
+    if not results:
         print("No backend is installed.")
-    return 0 if works and all(works) else 1
+    return 0 if results and all(results) else 1
 
 
 def check(name, devices, timeout):
