@@ -70,6 +70,7 @@ SHARED = [
             "row_parallel",
             "conventions",
             "llama",
+            "monitor",
             "saving",
             "sequence_parallel",
             "sparse",

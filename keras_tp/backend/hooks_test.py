@@ -89,7 +89,7 @@ def test_versions_of_the_framework_that_are_too_old_are_refused(monkeypatch):
 def test_setup_asks_for_the_versions_that_are_checked():
     text = pathlib.Path(__file__).parents[2].joinpath("setup.py").read_text()
     for name, (major, minor) in hooks.MINIMUM_VERSIONS.items():
-        asked = re.findall(rf'"{name}>=([\d.]+)"', text)
+        asked = re.findall(rf'"{name}>=([\d.]+)[",]', text)
         assert asked and set(asked) == {f"{major}.{minor}"}
 
 

@@ -246,6 +246,20 @@ def variable_bytes_by_device(variable):
     return dict(sorted(held.items()))
 
 
+def peak_memory():
+    """Returns a dict of accelerator to the most bytes in use on it so far.
+
+    Of the devices of this process; empty where there are CPU devices only.
+    """
+    found = {}
+    for device in jax.local_devices():
+        statistics = device.memory_stats() or {}
+        if "peak_bytes_in_use" in statistics:
+            name = f"{device.platform}:{device.id}"
+            found[name] = statistics["peak_bytes_in_use"]
+    return found
+
+
 def variable_parts(variable):
     """Returns the parts of a variable on the devices of this process."""
     return parts.held(variable)

@@ -160,6 +160,13 @@ def relayout_variable(variable, layout):
     variables.relayout(variable, layout)
 
 
+def peak_memory():
+    """Returns a dict of accelerator to the most bytes in use on it so far."""
+    count = len(tf.config.list_logical_devices("GPU"))
+    memory_of = tf.config.experimental.get_memory_info
+    return {f"gpu:{n}": memory_of(f"GPU:{n}")["peak"] for n in range(count)}
+
+
 def variable_parts(variable):
     """Returns the parts of a variable on the devices of this process."""
     return parts.held(variable)

@@ -187,6 +187,13 @@ def variable_bytes_by_device(variable):
     }
 
 
+def peak_memory():
+    """Returns a dict of accelerator to the most bytes in use on it so far."""
+    if not processes.uses_cuda():
+        return {}
+    return {f"gpu:{processes.index()}": torch.cuda.max_memory_allocated()}
+
+
 def variable_parts(variable):
     """Returns the part of a variable that this process holds, in a list."""
     return parts.held(variable)
