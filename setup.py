@@ -2,6 +2,7 @@ import pathlib
 
 from setuptools import find_packages
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 ROOT = pathlib.Path(__file__).parent
 VERSION = {}
@@ -10,8 +11,20 @@ exec((ROOT / "keras_tp" / "version.py").read_text(), VERSION)
 BACKENDS = {
     "jax": ["jax>=0.7", "jaxlib>=0.7"],
     "tensorflow": ["tensorflow>=2.20"],
-    "torch": ["torch>=2.13"],
+    "torch": ["torch>=2.13,<2.14"],
 }
+
+
+class BuildWithoutTests(build_py):
+    """Leaves the tests, which stand beside the code, out of a wheel."""
+
+    def find_package_modules(self, package, package_dir):
+        return [
+            found
+            for found in super().find_package_modules(package, package_dir)
+            if not found[1].endswith("_test") and found[1] != "conftest"
+        ]
+
 
 setup(
     name="keras_tp",
@@ -20,6 +33,15 @@ setup(
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="MIT",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    cmdclass={"build_py": BuildWithoutTests},
     packages=find_packages(include=["keras_tp", "keras_tp.*"]),
     python_requires=">=3.11",
     entry_points={"console_scripts": ["keras-tp = keras_tp.__main__:main"]},

@@ -63,8 +63,8 @@ def test_first_snippet_runs_by_the_command_beside_it(tmp_path):
     assert (name, rest) == ("KERAS_BACKEND=jax", LAUNCH)
     # Whichever backend is tested.
     out = run(LAUNCH.split(), tmp_path)
-    assert "'all_reduce': (1, 8192)" in out
-    assert "'all_gather': (0, 0)" in out
+    assert "'all_reduce': (count=1, bytes=8192)" in out
+    assert "'all_gather': (count=0, bytes=0)" in out
     assert "(None, 'model')" in out
 
 

@@ -10,6 +10,7 @@ from keras_tp.distribution import variable_origin
 from keras_tp.distribution.derived_variables import own_variables
 from keras_tp.distribution.layout_map import variable_bytes
 from keras_tp.distribution.planning import tables
+from keras_tp.distribution.planning.cost import CollectiveCount
 from keras_tp.distribution.tensor_layout import format_bytes
 
 
@@ -44,7 +45,8 @@ class VariableReport(
 class ShardingReport:
     """Layouts and bytes of a model's variables, read from the live arrays.
 
-    `print` shows a table. All sizes are in bytes.
+    `print` shows a table; a long one shows repeated layers once. All sizes are
+    in bytes.
 
     Args:
         model_name: String.
@@ -114,8 +116,10 @@ class ShardingReport:
             for row in self.rows
         ]
         total = format_bytes(self.total_bytes)
+        rows, said = tables.repeats_joined(rows)
         return tables.text_of(
             (f"Sharding of {self.model_name}", columns, rows),
+            *([said] if said else []),
             *(
                 f"{device}: {format_bytes(held)} of {total}"
                 for device, held in sorted(self.device_bytes.items())
@@ -186,7 +190,8 @@ def count_collectives(model, x, y=None):
     Example:
 
     ```python
-    count, nbytes = count_collectives(model, x, y)["all_reduce"]
+    sums = count_collectives(model, x, y)["all_reduce"]
+    print(sums.count, sums.bytes)
     ```
 
     Args:
@@ -197,7 +202,7 @@ def count_collectives(model, x, y=None):
             pass; otherwise a train step is counted.
 
     Returns:
-        Dict with a pair `(count, bytes)` for each of `"all_reduce"`,
+        Dict with a named pair `(count, bytes)` for each of `"all_reduce"`,
         `"all_gather"`, `"reduce_scatter"`, `"all_to_all"` and
         `"collective_permute"`. A combined operation counts once for each
         tensor in it. The bytes are the size of the results on one device. On
@@ -212,7 +217,8 @@ def count_collectives(model, x, y=None):
         _meet(current(), "`count_collectives`")
         model_state.adopt_state(model)
         model_state.check_complete_model(model)
-        return backend.distribution_lib.count_collectives(model, x, y)
+        found = backend.distribution_lib.count_collectives(model, x, y)
+    return {kind: CollectiveCount(*pair) for kind, pair in found.items()}
 
 
 def _meet(distribution, what):

@@ -191,8 +191,8 @@ class ShardingPlan:
 
         Returns:
             Dict of `"all_reduce"`, and of `"all_gather"` and `"reduce_scatter"`
-            if there are any, to `(count, bytes)`: bytes of the results on one
-            device.
+            if there are any, to a named pair `(count, bytes)`: bytes of the
+            results on one device.
         """
         args = batch_size, sequence_length
         batch = planner.batch_axis(self.device_mesh)
@@ -209,7 +209,7 @@ class ShardingPlan:
         scattered = [row.size for row in self.gathers if row.is_scattered]
         add("reduce_scatter", along + scattered, parts)
         return {
-            kind: (len(sizes), sum(sizes))
+            kind: cost.CollectiveCount(len(sizes), sum(sizes))
             for kind, sizes in found.items()
             if sizes or kind == "all_reduce"
         }

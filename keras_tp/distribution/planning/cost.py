@@ -25,6 +25,18 @@ SLOTS = {
 }
 
 
+class CollectiveCount(collections.namedtuple("CollectiveCount", "count bytes")):
+    """How often a step communicates in one way, and how much.
+
+    Args:
+        count: Int, number of tensors.
+        bytes: Int, size of the results on one device together.
+    """
+
+    def __repr__(self):
+        return f"(count={self.count}, bytes={self.bytes})"
+
+
 class Size(
     collections.namedtuple(
         "Size",

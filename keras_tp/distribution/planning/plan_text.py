@@ -30,7 +30,10 @@ td.name { width: 22%; } td.shape { width: 26%; } td.size { width: 10%;
 
 
 def table(plan):
-    """Returns a plan as text: path, shape, layout, size, why."""
+    """Returns a plan as text: path, shape, layout, size, why.
+
+    A long table shows repeated layers once.
+    """
     columns = {
         **dict.fromkeys(("variable", "shape", "layout"), tables.FOLD),
         "MiB per device": tables.RIGHT,
@@ -46,8 +49,10 @@ def table(plan):
         )
         for row in plan.variables
     ]
+    rows, said = tables.repeats_joined(rows)
     return tables.text_of(
         (f"Sharding plan of {plan.model_name}", columns, rows),
+        *([said] if said else []),
         _totals(plan),
         *_without_rule(plan),
     )

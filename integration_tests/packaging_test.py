@@ -1,0 +1,34 @@
+"""What a wheel has."""
+
+import pathlib
+import subprocess
+import sys
+
+import keras
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(
+    keras.config.backend() != "jax", reason="the same on each backend"
+)
+
+
+def test_a_wheel_has_all_modules_and_no_tests(tmp_path):
+    pytest.importorskip("setuptools")
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_py", "-d", str(tmp_path)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    built = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.py")}
+    sources = {path.relative_to(ROOT) for path in ROOT.glob("keras_tp/**/*.py")}
+    tests = {
+        path
+        for path in sources
+        if path.name.endswith("_test.py") or path.name == "conftest.py"
+    }
+    assert len(tests) > 50
+    assert built == sources - tests
