@@ -124,6 +124,9 @@ SLOW_ON = {
         # Plans are the same on each backend, and JAX reads some; TensorFlow
         # runs the other survey; JAX and TensorFlow compare times of steps.
         r"benchmark_test\.py::test_(plan_|collectives_survey|step_time)",
+        # One of three scripts, and one of two calls, is tried.
+        r"benchmark_test\.py::test_benchmarks_of_torch\[(data|keras_over)",
+        r"collective_calls_test\.py::.*\[count_collectives\]",
         r"readme_test\.py::test_snippet_runs\[(plans-1|layouts-0)",
         # Each starts two processes; one value that is no time stays.
         r"torch_launch_test\.py::test_a_time_to_wait_that_is_none"
@@ -180,6 +183,8 @@ SLOW_ON = {
         # No devices are used: the same on each backend.
         r"launch_test\.py::test_(dry_run|bad_arguments)",
         r"command_line_test\.py::test_(doctor_names|launch_passes)",
+        # Files are written by the same code; JAX has two processes, too.
+        r"checkpoint_processes_test\.py",
         # More than a minute; the mesh of one axis is tried.
         r"ops_test\.py::.*_of_two_axes\[depthwise_conv\]",
         r"benchmark_test\.py::test_(plan_|step_time)",
