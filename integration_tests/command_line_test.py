@@ -96,7 +96,7 @@ def test_fit_on(run):
     ).groups()
     data, model = map(int, mesh[1:-1].split(","))
     assert int(count) == data * model > 1
-    # What it recommends fits, and half as many devices do not.
+    # This mesh fits, and no mesh of half as many devices does.
     limit = 4e6 * 0.9
     build_fn = options.load("train.py:build_model")
 
@@ -146,9 +146,9 @@ def test_lint(run):
 )
 def test_lint_finds(old, new, message, run, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.replace(old, new))
-    code, said, error = run(command("lint"))
-    assert code in (1, 2)
-    assert message in said + error
+    code, said, _ = run(command("lint"))
+    assert code == 1
+    assert message in said
 
 
 def test_a_map_without_a_problem(run, tmp_path):
@@ -167,13 +167,13 @@ def test_a_map_without_a_problem(run, tmp_path):
     ["line", "message"],
     [
         ("plan train --mesh model=4", "by its module or file"),
-        ("plan missing:f --mesh model=4", "No module named 'missing'"),
+        ("plan missing:f --mesh model=4", "There is no module 'missing'"),
         ("plan no.py:f --mesh model=4", "There is no file no.py"),
         ("plan train:nothing --mesh model=4", "train has no 'nothing'"),
         ("plan train:keras --mesh model=4", "has to be a function"),
-        ("plan train:build_model --mesh 2x4", "invalid mesh_of value"),
-        ("plan train:build_model --mesh model=0", "invalid mesh_of value"),
-        ("fit-on train:build_model --memory lots", "invalid memory_of value"),
+        ("plan train:build_model --mesh 2x4", "such as `batch=2,model=4`"),
+        ("plan train:build_model --mesh model=0", "such as `batch=2,model=4`"),
+        ("fit-on train:build_model --memory lots", "Memory is a number"),
         ("fit-on train:build_model --memory 1GB", "pass --sequence-length"),
         (
             "fit-on train:build_model --memory 1GB --spare 1",
@@ -207,6 +207,14 @@ def test_sizes_of_memory(text, size):
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match=r"Memory is a number with a unit"):
         options.memory_of(text)
+
+
+def test_an_error_of_the_model_has_its_traceback(run, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "def build_model():\n    raise ValueError('not yet')"
+    )
+    with pytest.raises(ValueError, match="not yet"):
+        run(command("plan"))
 
 
 def test_doctor(run, monkeypatch):

@@ -15,10 +15,10 @@ from keras_tp.callbacks import DistributionMonitor
 X = np.random.default_rng(0).normal(size=(24, 16)).astype("float32")
 
 
-def model_of():
+def model_of(has_input=True):
     model = keras.Sequential(
         [
-            keras.Input((16,)),
+            *([keras.Input((16,))] if has_input else []),
             keras.layers.Dense(32, activation="gelu", name="up"),
             keras.layers.Dense(16, name="down"),
         ]
@@ -45,9 +45,10 @@ def printed(capsys):
     return None
 
 
-def test_it_tells_how_the_model_is_distributed(capsys):
+@pytest.mark.parametrize("has_input", [True, False])
+def test_it_tells_how_the_model_is_distributed(has_input, capsys):
     with planned().scope():
-        model = model_of()
+        model = model_of(has_input)
     fit(model, DistributionMonitor(batch_size=8))
     said, report = printed(capsys), dist.describe(model)
     if said is None:

@@ -8,6 +8,7 @@ from keras_tp.command_line import doctor
 from keras_tp.command_line import fit_on
 from keras_tp.command_line import lint
 from keras_tp.command_line import plan
+from keras_tp.command_line.options import UsageError
 
 COMMANDS = {"plan": plan, "fit-on": fit_on, "lint": lint, "doctor": doctor}
 
@@ -34,8 +35,7 @@ def main():
     options = parser.parse_args()
     try:
         return options.run(options)
-    except (ValueError, ImportError) as e:
-        # The message says what to change; a traceback would hide it.
+    except UsageError as e:
         return options.error(str(e))
 
 

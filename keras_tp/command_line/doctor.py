@@ -1,4 +1,4 @@
-"""Tells what is installed, and whether each backend communicates.
+"""Shows the installed versions and tries each backend.
 
 For each installed backend a small model with a split kernel runs on two
 devices, in processes of its own. Its all-reduce is counted, and its result

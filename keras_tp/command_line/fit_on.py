@@ -27,7 +27,7 @@ def add_arguments(parser):
     add(
         "--memory",
         required=True,
-        type=shared.memory_of,
+        type=shared.argument(shared.memory_of),
         help="memory of one device: `80GB`, `16GiB`, or the name of an "
         "accelerator such as `h100`",
     )
@@ -56,15 +56,16 @@ def add_arguments(parser):
 def run(options):
     """Prints what fits; returns 1 if nothing does."""
     if not 0 <= options.spare < 1:
-        raise ValueError(
+        raise shared.UsageError(
             "--spare is a share of the memory, from 0 up to 1. Received: "
             f"{options.spare}"
         )
     limit = options.memory * (1 - options.spare)
+    build_fn = shared.build_fn(options.model)
     found = []
     count = 1
     while count <= options.max_devices:
-        found += candidates(options, count)
+        found += candidates(build_fn, options, count)
         if any(one.memory["total"] <= limit for one in found):
             break
         count *= 2
@@ -77,7 +78,7 @@ def run(options):
     return 0
 
 
-def candidates(options, count):
+def candidates(build_fn, options, count):
     """Returns a `Candidate` for each way to use a number of devices."""
     found = []
     model = 1
@@ -85,30 +86,31 @@ def candidates(options, count):
         data = count // model
         for fully_shard in (False, True)[: 1 + (data > 1)]:
             if options.batch_size % data == 0:
-                found.append(_candidate(options, data, model, fully_shard))
+                shape = data, model
+                found.append(_candidate(build_fn, options, shape, fully_shard))
         model *= 2
     return found
 
 
-def _candidate(options, data, model, fully_shard):
+def _candidate(build_fn, options, shape, fully_shard):
     plan = plan_sharding(
-        shared.build_fn(options.model),
-        mesh_of_first_devices((data, model), ["batch", "model"]),
+        build_fn,
+        mesh_of_first_devices(shape, ["batch", "model"]),
         fully_shard=fully_shard,
     )
     sizes = options.batch_size, options.sequence_length
     if options.sequence_length is None and plan.needs_sequence_length:
-        raise ValueError(
+        raise shared.UsageError(
             "The inputs have unknown dims beside the batch: pass "
             "--sequence-length"
         )
     memory = plan.memory(*sizes, optimizer=options.optimizer)
     sent = sum(size for _, size in plan.collectives(*sizes).values())
-    return Candidate(data, model, fully_shard, memory, sent)
+    return Candidate(*shape, fully_shard, memory, sent)
 
 
 def _table(found, limit):
-    parts = "parameters", "gradients", "slots", "activations"
+    parts = "parameters", "gradients", "slots", "activations", "gathered"
     columns = {
         "batch x model": tables.RIGHT,
         "FSDP": {},
@@ -119,7 +121,7 @@ def _table(found, limit):
         (
             f"{one.data} x {one.model}",
             "yes" if one.fully_shard else "",
-            *(format_bytes(one.memory[name]) for name in parts),
+            *(format_bytes(one.memory.get(name, 0)) for name in parts),
             format_bytes(one.memory["total"]),
             format_bytes(one.sent),
             "yes" if one.memory["total"] <= limit else "",

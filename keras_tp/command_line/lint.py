@@ -29,9 +29,16 @@ def add_arguments(parser):
 
 def run(options):
     """Prints a line for each problem; returns 1 if there is any."""
-    layout_map = _layout_map(options)
     build_fn = shared.build_fn(options.model)
-    problems = problems_of(layout_map, build_fn)
+    try:
+        layout_map = _layout_map(options)
+    except shared.UsageError:
+        raise
+    except ValueError as e:
+        # The map refuses a layout while it is made.
+        problems = [str(e)]
+    else:
+        problems = problems_of(layout_map, build_fn)
     for problem in problems:
         print(problem)
     count = len(problems)
@@ -68,13 +75,13 @@ def _layout_map(options):
     found = shared.load(options.layout_map)
     if callable(found) and not isinstance(found, LayoutMap):
         if options.mesh is None:
-            raise ValueError(
+            raise shared.UsageError(
                 f"{options.layout_map} is a function of a mesh: pass --mesh, "
                 "such as `--mesh batch=2,model=4`"
             )
         found = found(options.mesh)
     if not hasattr(found, "device_mesh") or not hasattr(found, "items"):
-        raise ValueError(
+        raise shared.UsageError(
             f"{options.layout_map} has to be a LayoutMap, or a function that "
             f"returns one. Received: {found!r}"
         )

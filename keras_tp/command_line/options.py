@@ -1,5 +1,6 @@
 """What the commands have in common: how models, meshes and sizes are named."""
 
+import argparse
 import importlib
 import importlib.util
 import math
@@ -15,6 +16,22 @@ from keras_tp.distribution.planning import cost
 
 _UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS.update({"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40})
+
+
+class UsageError(ValueError):
+    """A command line that cannot be run; the message says what to change."""
+
+
+def argument(function):
+    """Returns the `type` of an argument, whose errors are shown in full."""
+
+    def read(text):
+        try:
+            return function(text)
+        except ValueError as e:
+            raise argparse.ArgumentTypeError(str(e)) from e
+
+    return read
 
 
 def add_model(parser):
@@ -54,7 +71,7 @@ def add_mesh(parser, **options):
     parser.add_argument(
         "--mesh",
         metavar="AXIS=SIZE,...",
-        type=mesh_of,
+        type=argument(mesh_of),
         help="axes of the mesh and their sizes, such as `batch=2,model=4`; "
         "the devices need not be here",
         **options,
@@ -96,7 +113,7 @@ def load(name):
     """
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
-        raise ValueError(
+        raise UsageError(
             "Name a function by its module or file, such as "
             f"`train:build_model`. Received: {name!r}"
         )
@@ -105,9 +122,11 @@ def load(name):
     else:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
+        if importlib.util.find_spec(where.partition(".")[0]) is None:
+            raise UsageError(f"There is no module {where!r}.")
         module = importlib.import_module(where)
     if not hasattr(module, attribute):
-        raise ValueError(f"{where} has no {attribute!r}. Received: {name!r}")
+        raise UsageError(f"{where} has no {attribute!r}. Received: {name!r}")
     return getattr(module, attribute)
 
 
@@ -115,7 +134,7 @@ def build_fn(name):
     """Returns the function that builds a model, named as for `load`."""
     function = load(name)
     if not callable(function):
-        raise ValueError(
+        raise UsageError(
             f"{name} has to be a function that builds a model. Received: "
             f"{function!r}"
         )
@@ -129,7 +148,7 @@ def count_of(mesh):
 
 def _module_of_file(path):
     if not path.is_file():
-        raise ValueError(f"There is no file {path}.")
+        raise UsageError(f"There is no file {path}.")
     # A script's imports of its neighbours work as when it is run.
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
