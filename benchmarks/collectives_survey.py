@@ -21,12 +21,14 @@ import json
 import multiprocessing
 import os
 import pathlib
-import subprocess
+import socket
 import sys
 import tempfile
 import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# torchrun's default. It is read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FOLDER = pathlib.Path(__file__).parent
 RESULTS = "collectives_survey.json"
@@ -56,8 +58,6 @@ def parse():
     add("--again", action="store_true", help="count models again")
     add("--timeout", type=int, default=300, help="seconds for each model")
     add("--folder", type=pathlib.Path, default=FOLDER, help="of the results")
-    # How this script calls itself.
-    add("--child", metavar="FILE", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -199,12 +199,11 @@ def collectives(name, devices, target):
 
 
 def measure(arguments, backend, name, folder):
-    """Returns the row of a model, from a process of its own."""
+    """Returns the row of a model, from processes of its own."""
     out = pathlib.Path(folder) / "row.json"
     out.unlink(missing_ok=True)
-    run = launched if backend == "torch" else forked
     began = time.perf_counter()
-    error = run(arguments, name, out)
+    error = forked(arguments, backend, name, out)
     row = {"error": error[:300]}
     if out.exists():
         row = json.loads(out.read_text())
@@ -213,16 +212,28 @@ def measure(arguments, backend, name, folder):
     return row
 
 
-def forked(arguments, name, out):
-    """Runs a model in a copy of this process; returns why it failed.
+def forked(arguments, backend, name, out):
+    """Runs a model in copies of this process; returns why it failed.
 
-    A small model takes less time than the imports, which the copy has done.
-    Nothing here has started the framework yet.
+    A small model takes less time than the imports, which a copy has done.
+    Nothing here has started the framework yet. On torch each device has a
+    process of its own, with the variables that torchrun sets.
     """
+    is_torch = backend == "torch"
+    count = arguments.devices if is_torch else 1
+    port = free_port()
     log = out.with_suffix(".log")
 
-    def run():
-        with open(log, "w") as file:
+    def run(rank):
+        if is_torch:
+            os.environ.update(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(count),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+            )
+        with open(f"{log}.{rank}", "w") as file:
             os.dup2(file.fileno(), 2)
             child(
                 name,
@@ -232,35 +243,26 @@ def forked(arguments, name, out):
                 out,
             )
 
-    process = multiprocessing.get_context("fork").Process(target=run)
-    process.start()
-    process.join(arguments.timeout)
-    if process.is_alive():
+    context = multiprocessing.get_context("fork")
+    copies = [context.Process(target=run, args=(r,)) for r in range(count)]
+    for process in copies:
+        process.start()
+    late = time.monotonic() + arguments.timeout
+    for process in copies:
+        process.join(max(late - time.monotonic(), 0))
+    is_late = any(process.is_alive() for process in copies)
+    for process in copies:
         process.kill()
         process.join()
+    if is_late:
         return f"took more than {arguments.timeout} seconds"
-    return last_line(log.read_text())
+    return last_line(pathlib.Path(f"{log}.0").read_text())
 
 
-def launched(arguments, name, out):
-    """Runs a model in a process for each device; returns why it failed."""
-    devices = str(arguments.devices)
-    command = [sys.executable, "-m", "keras_tp.launch", "--devices", devices]
-    command += [__file__, name, "--devices", devices, "--child", str(out)]
-    command += ["--train"] * arguments.train
-    root = str(FOLDER.parent)
-    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=arguments.timeout,
-        )
-    except subprocess.TimeoutExpired:
-        return f"took more than {arguments.timeout} seconds"
-    return last_line(done.stderr)
+def free_port():
+    """Returns a port of this host that nothing uses, as a string."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
 
 
 def last_line(text):
@@ -417,11 +419,6 @@ def main():
     sys.path.insert(0, str(FOLDER.parent))
     for variable in "KERAS_TP_CPU_DEVICES", "JAX_NUM_CPU_DEVICES":
         os.environ.setdefault(variable, str(arguments.devices))
-    if arguments.child:
-        (name,) = arguments.names
-        return child(
-            name, arguments.devices, "", arguments.train, arguments.child
-        )
     from integration_tests import hub_backbones
 
     # Before the first model, so that none has to import it.
