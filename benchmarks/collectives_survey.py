@@ -163,13 +163,17 @@ def differences(name, devices, _):
 
     mesh = mesh_of(devices, "")
     found = {"float32": hub_backbones.difference(name, mesh, STEPS)}
-    if not found["float32"] <= ROUNDING:
-        if keras.config.backend() == "jax":
-            import jax
+    if found["float32"] <= ROUNDING:
+        return found
+    found["moved"] = hub_backbones.moved_by_rounding(name, STEPS)
+    if name in hub_backbones.NOT_IN_FLOAT64:
+        return found
+    if keras.config.backend() == "jax":
+        import jax
 
-            jax.config.update("jax_enable_x64", True)
-        with hub_backbones.in_float64():
-            found["float64"] = hub_backbones.difference(name, mesh, STEPS)
+        jax.config.update("jax_enable_x64", True)
+    with hub_backbones.in_float64():
+        found["float64"] = hub_backbones.difference(name, mesh, STEPS)
     return found
 
 
@@ -355,8 +359,9 @@ def trained_lines(trained):
         "",
         f"The largest difference of an output after {STEPS} steps, as a part",
         "of its largest number, in float32. Above 1e-5, rounding grows in the",
-        "model: the second number is the difference in float64. On JAX and",
-        "torch, Keras computes parts of BLIP2 in float32 even then.",
+        "model: the second number is the difference in float64, and the last",
+        "how far the same model on one device moves if each of its weights",
+        "changes by one unit in its last place.",
         "",
         "`KERAS_BACKEND=jax python benchmarks/collectives_survey.py --train`",
         "",
@@ -376,9 +381,11 @@ def difference_of(row):
     """Returns the words for the differences of a model from one device."""
     if "error" in row:
         return row["error"].replace("|", "/")
-    return "; ".join(
-        f"{row[dtype]:.0e}" for dtype in ("float32", "float64") if dtype in row
-    )
+    found = [row[dtype] for dtype in ("float32", "float64") if dtype in row]
+    words = [f"{number:.0e}" for number in found]
+    if "moved" in row:
+        words.append(f"alone {row['moved']:.0e}")
+    return "; ".join(words)
 
 
 def command_of(place, devices):
