@@ -87,6 +87,24 @@ def complete(gradient):
     return placement.settled(gradient)
 
 
+def complete_before_a_fork(tensor):
+    """All-reduces the gradient of a tensor if it goes on to several others.
+
+    Such as that of a gated activation, a product of two: DTensor would
+    all-reduce the gradient for each factor.
+
+    Args:
+        tensor: DTensor that requires a gradient, and that no layer returned.
+    """
+    node = tensor.grad_fn
+    while node is not None and getattr(node, "number", None) is None:
+        below = [to for to, _ in node.next_functions if to is not None]
+        if len(below) > 1:
+            tensor.register_hook(complete)
+            return
+        node = below[0] if below else None
+
+
 def run_first(tensor):
     """Has the node of a tensor run before others that are ready.
 

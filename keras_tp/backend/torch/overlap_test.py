@@ -412,3 +412,66 @@ def test_reduce_scatters_of_sequence_parallelism():
         assert beside == BESIDE_A_BLOCK * 2
         found = gradients_of(model)
     assert_close(found, gradients_of(one))
+
+
+def counted(build):
+    """Returns counts of a step on the devices, checked against one device."""
+    images = np.random.default_rng(1).normal(size=(BATCH, LENGTH, WIDTH))
+    images = images.astype("float32")
+
+    def trained():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((LENGTH, WIDTH))
+        model = keras.Model(inputs, build(inputs))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model, [model.train_on_batch(images, TARGETS) for _ in range(3)]
+
+    expected = trained()[1]
+    with distributed().scope():
+        model, losses = trained()
+        found = distribution.count_collectives(model, images, TARGETS)
+    assert_close(losses, expected)
+    return found
+
+
+class Gated(layers.Layer):
+    """The product of two activations goes into a column-parallel kernel."""
+
+    def build(self, shape):
+        self.gate = layers.Dense(WIDTH, name="gate")
+        self.linear = layers.Dense(WIDTH, name="linear")
+        self.up = layers.Dense(3 * WIDTH, name="up")
+        for layer in (self.gate, self.linear, self.up):
+            layer.build(shape)
+
+    def call(self, x):
+        x = self.linear(x) * keras.ops.sigmoid(self.gate(x))
+        return self.up(keras.ops.reshape(x, (-1, LENGTH, WIDTH)))
+
+
+def test_the_gradient_of_a_product_of_activations_is_summed_once():
+    def build(x):
+        return layers.Dense(WIDTH, name="down")(Gated()(x))
+
+    assert counted(build)["all_reduce"] == (2, 2 * ACTIVATION)
+
+
+def test_each_device_takes_its_heads_of_whole_ones():
+    def heads(count, name):
+        shape = (None, count, WIDTH // HEADS)
+        return layers.EinsumDense("bqm,muh->bquh", shape, name=name)
+
+    def build(x):
+        query, key = heads(HEADS, "query")(x), heads(1, "shared")(x)
+        # In attention that is written by hand, as that of Mixtral.
+        key = keras.ops.repeat(key, HEADS, axis=2)
+        scores = keras.ops.einsum("bquh,bkuh->buqk", query, key)
+        x = keras.ops.einsum("buqk,bkuh->bquh", keras.ops.softmax(scores), key)
+        return layers.EinsumDense(
+            "bquh,uhm->bqm", (None, WIDTH), name="attention_output"
+        )(x)
+
+    found = counted(build)
+    assert not found["all_gather"].count
+    # The output, and the gradients of keys, which both products read.
+    assert found["all_reduce"].count <= 3

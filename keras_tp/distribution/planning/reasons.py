@@ -20,6 +20,11 @@ KNOWN_ROWS = (
     "; each step looks up one known row, or all rows, so XLA may gather or "
     f"send rows, {NOT_PREDICTED}"
 )
+# Of a kernel that reads resized images.
+AFTER_A_RESIZE = (
+    "; torch adds up that gradient after it has passed a resize, in another "
+    f"number of bytes, {NOT_PREDICTED}"
+)
 # Of a kernel of LSTM and the like.
 IN_A_LOOP = f"; backends communicate at each time step, {NOT_PREDICTED}"
 # Of a kernel whose layer's output is needed whole.

@@ -6,6 +6,8 @@ from keras_tp.distribution.planning import reasons
 from keras_tp.distribution.planning.graph import CONSTANT
 
 _LOOKUP = "Take"
+# Operations that a resized image passes on its way to a kernel.
+_PASSED = ("Concatenate", "Reshape", "Transpose")
 
 
 def find(planner):
@@ -14,7 +16,8 @@ def find(planner):
     Args:
         planner: The planner of `solver`.
     """
-    found, of_known_rows = {}, set()
+    found, of_known_rows, of_resized = {}, set(), set()
+    resized = _resized(planner.graph)
     for partial in planner.dims.partials:
         use = _use(planner, partial)
         root, _ = planner.class_of(partial.node)
@@ -25,8 +28,24 @@ def find(planner):
                     found.setdefault(key, use)
                     if not partial.backward and _knows_rows(partial.step):
                         of_known_rows.add(key)
+                    if partial.backward and partial.tensor.index in resized:
+                        of_resized.add(key)
     for key in of_known_rows:
         found[key] += reasons.KNOWN_ROWS
+    for key in of_resized:
+        found[key] += reasons.AFTER_A_RESIZE
+    return found
+
+
+def _resized(graph):
+    """Returns the indices of values that are resized images."""
+    found = set()
+    for step in graph.steps:
+        is_passed = step.kind in _PASSED and any(
+            value.index in found for value in step.inputs
+        )
+        if step.kind == "Resize" or is_passed:
+            found.update(value.index for value in step.outputs)
     return found
 
 

@@ -134,6 +134,10 @@ def _product(equation, x, y):
     """
     if x.dtype != y.dtype:
         return None
+    x = _split_like(equation, x, y)
+    left, comma, rest = equation.partition(",")
+    right, arrow, out = rest.partition("->")
+    y = _split_like(f"{right}{comma}{left}{arrow}{out}", y, x)
     spec = _spec_of_product(equation, x._spec, y._spec)
     if spec is not None:
         return _applied(equation, spec, y.placements, x, y)
@@ -146,6 +150,59 @@ def _product(equation, x, y):
     if spec is None:
         return None
     return _applied(equation, spec, placements, x, y)
+
+
+def _split_like(equation, x, y):
+    """Returns a whole operand in parts, if the other's parts need no more.
+
+    So are repeated KV heads, which each device has, beside its query heads.
+    DTensor would gather the query heads.
+    """
+    placements = _split_placements(equation, x._spec, y._spec)
+    return x if placements == x.placements else _Part.apply(x, placements)
+
+
+@functools.lru_cache(maxsize=4096)
+def _split_placements(equation, x, y):
+    """Returns the placements of an operand, split where the other is.
+
+    Only along dims that both operands and the product have.
+
+    Args:
+        equation: String without spaces.
+        x: `DTensorSpec` of the operand.
+        y: `DTensorSpec` of the other one.
+    """
+    found = _operands(equation)
+    if found is None or x.mesh != y.mesh:
+        return x.placements
+    left, right, out = found
+    if len(left) != x.ndim or len(right) != y.ndim:
+        return x.placements
+    placements = list(x.placements)
+    for i, (of_x, of_y) in enumerate(zip(x.placements, y.placements)):
+        if not of_x.is_replicate() or type(of_y) is not Shard:
+            continue
+        letter = right[of_y.dim]
+        if letter not in left or letter not in out:
+            continue
+        dim = left.index(letter)
+        # Not if it is broadcast.
+        if x.shape[dim] == y.shape[of_y.dim]:
+            placements[i] = Shard(dim)
+    return tuple(placements)
+
+
+class _Part(torch.autograd.Function):
+    """The parts of a whole tensor. Its gradient stays in parts, too."""
+
+    @staticmethod
+    def forward(ctx, x, placements):
+        return x.redistribute(placements=placements)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
 
 
 def _applied(equation, spec, placements, x, y):
@@ -161,10 +218,14 @@ def _applied(equation, spec, placements, x, y):
         y: DTensor.
     """
     how = equation, spec, placements
-    if not (torch.is_grad_enabled() and x.requires_grad and y.requires_grad):
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return _Product.apply(*how, x, y)
+    if not _sums_gradient(x, spec):
         return _Product.apply(*how, x, y)
     number = overlap.number_below(x)
-    if number is None or not _sums_gradient(x, spec):
+    if number is None:
+        overlap.complete_before_a_fork(x)
+    if number is None or not y.requires_grad:
         return _Product.apply(*how, x, y)
     # In a tuple, autograd does not see an operand.
     product = _KernelPart.apply(*how, (x,), y)
