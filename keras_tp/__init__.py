@@ -2,6 +2,7 @@
 
 # Before Keras is imported, because Keras imports TensorFlow.
 from keras_tp import startup  # isort: skip
+from keras_tp import keras_import  # isort: skip
 from keras_tp import callbacks
 from keras_tp import distribution
 from keras_tp.distribution.distribution_lib import install

@@ -75,3 +75,18 @@ def test_a_table_may_have_other_lookups():
         choices = solver.solve(trace.trace(model), 2).choices
         text = choices["table/embeddings"].why
         assert text.count(reasons.KNOWN_ROWS) == count
+
+
+@pytest.mark.parametrize("is_resized", [False, True])
+def test_a_gradient_that_passes_a_resize_is_not_predicted(is_resized):
+    inputs = keras.Input((4, 4, 3))
+    x = layers.Conv2D(8, 1, name="first")(inputs)
+    x = layers.LayerNormalization()(x)
+    if is_resized:
+        x = keras.ops.image.resize(x, (8, 8))
+    x = layers.Concatenate()([x, x])
+    x = layers.Conv2D(64, 1, name="up")(x)
+    model = keras.Model(inputs, layers.Conv2D(3, 1, name="down")(x))
+    choice = solver.solve(trace.trace(model), 2).choices["up/kernel"]
+    assert choice.dim == 3
+    assert (reasons.AFTER_A_RESIZE in choice.why) == is_resized

@@ -13,11 +13,7 @@ import string
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Partial
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 # Not `torch.einsum`, which is hooked.
 from torch.functional import einsum as plain_einsum
@@ -26,6 +22,7 @@ from keras_tp.backend.torch import fully_sharded
 from keras_tp.backend.torch import overlap
 from keras_tp.backend.torch import placement
 from keras_tp.backend.torch import sequence_parallel
+from keras_tp.backend.torch.ops import product_specs
 
 
 def settled(original):
@@ -138,7 +135,7 @@ def _product(equation, x, y):
     left, comma, rest = equation.partition(",")
     right, arrow, out = rest.partition("->")
     y = _split_like(f"{right}{comma}{left}{arrow}{out}", y, x)
-    spec = _spec_of_product(equation, x._spec, y._spec)
+    spec = product_specs.spec_of(equation, x._spec, y._spec)
     if spec is not None:
         return _applied(equation, spec, y.placements, x, y)
     placements = fully_sharded.gathered_placements(y)
@@ -146,7 +143,7 @@ def _product(equation, x, y):
         whole = DTensorSpec(
             y.device_mesh, placements, tensor_meta=y._spec.tensor_meta
         )
-        spec = _spec_of_product(equation, x._spec, whole)
+        spec = product_specs.spec_of(equation, x._spec, whole)
     if spec is None:
         return None
     return _applied(equation, spec, placements, x, y)
@@ -158,39 +155,8 @@ def _split_like(equation, x, y):
     So are repeated KV heads, which each device has, beside its query heads.
     DTensor would gather the query heads.
     """
-    placements = _split_placements(equation, x._spec, y._spec)
+    placements = product_specs.split_like(equation, x._spec, y._spec)
     return x if placements == x.placements else _Part.apply(x, placements)
-
-
-@functools.lru_cache(maxsize=4096)
-def _split_placements(equation, x, y):
-    """Returns the placements of an operand, split where the other is.
-
-    Only along dims that both operands and the product have.
-
-    Args:
-        equation: String without spaces.
-        x: `DTensorSpec` of the operand.
-        y: `DTensorSpec` of the other one.
-    """
-    found = _operands(equation)
-    if found is None or x.mesh != y.mesh:
-        return x.placements
-    left, right, out = found
-    if len(left) != x.ndim or len(right) != y.ndim:
-        return x.placements
-    placements = list(x.placements)
-    for i, (of_x, of_y) in enumerate(zip(x.placements, y.placements)):
-        if not of_x.is_replicate() or type(of_y) is not Shard:
-            continue
-        letter = right[of_y.dim]
-        if letter not in left or letter not in out:
-            continue
-        dim = left.index(letter)
-        # Not if it is broadcast.
-        if x.shape[dim] == y.shape[of_y.dim]:
-            placements[i] = Shard(dim)
-    return tuple(placements)
 
 
 class _Part(torch.autograd.Function):
@@ -324,12 +290,12 @@ def _of_product(how, gradient):
 
 def _of_x(how, gradient, y):
     equation, _, placements = how
-    left, right, out = _operands(equation)
+    left, right, out = product_specs.operands(equation)
     return _product(f"{out},{right}->{left}", gradient, _placed(y, placements))
 
 
 def _of_y(how, gradient, x, placements):
-    left, right, out = _operands(how[0])
+    left, right, out = product_specs.operands(how[0])
     of_y = _product(f"{left},{out}->{right}", x, gradient)
     return _placed(of_y, placements) if placements != how[2] else of_y
 
@@ -367,7 +333,7 @@ def _as_matrices(equation):
         Whether the operands change places, a pair that says which of them is
         transposed then, and the number of dims that are summed.
     """
-    left, right, out = _operands(equation)
+    left, right, out = product_specs.operands(equation)
     for swapped in (False, True):
         first, second = (right, left) if swapped else (left, right)
         rows = "".join(a for a in first if a not in second)
@@ -389,90 +355,3 @@ def _placed(tensor, placements):
     if tensor.placements == placements:
         return tensor
     return tensor.redistribute(placements=placements)
-
-
-@functools.lru_cache(maxsize=4096)
-def _spec_of_product(equation, x, y):
-    """Returns the spec of a product; `None` if it is left to DTensor.
-
-    Args:
-        equation: String without spaces.
-        x: `DTensorSpec` of an operand.
-        y: `DTensorSpec` of the other operand.
-    """
-    found = _operands(equation)
-    if found is None or x.mesh != y.mesh:
-        return None
-    left, right, out = found
-    dtype = x.tensor_meta.dtype
-    if dtype.is_complex or len(left) != x.ndim or len(right) != y.ndim:
-        return None
-    sizes = dict(zip(left, x.shape))
-    if any(
-        sizes.setdefault(a, size) != size for a, size in zip(right, y.shape)
-    ):
-        # Broadcasting is left to DTensor.
-        return None
-    placements = []
-    for of_x, of_y in zip(x.placements, y.placements):
-        placed = _placement_of_product(found, of_x, of_y)
-        if placed is None:
-            return None
-        placements.append(placed)
-    shape = torch.Size(sizes[letter] for letter in out)
-    stride = torch.empty(shape, device="meta").stride()
-    meta = TensorMeta(shape, stride, dtype)
-    return DTensorSpec(x.mesh, tuple(placements), tensor_meta=meta)
-
-
-def _placement_of_product(operands, of_x, of_y):
-    """Returns the placement of a product on a mesh dim; `None` for no rule."""
-    left, right, out = operands
-    split = []
-    for letters, placed in ((left, of_x), (right, of_y)):
-        if type(placed) is Shard:
-            split.append((letters[placed.dim], 1))
-        elif isinstance(placed, placement.InBlocks):
-            split.append((letters[placed.dim], placed.split_factor))
-        elif placed.is_replicate():
-            split.append(("", 1))
-        else:
-            return None
-    (a, _), (b, _) = split
-    if split[0] == split[1] or not b and a not in right:
-        letter, blocks = split[0]
-    elif not a and b not in left:
-        letter, blocks = split[1]
-    else:
-        return None
-    if not letter:
-        return Replicate()
-    if letter not in out:
-        return Partial()
-    dim = out.index(letter)
-    if blocks > 1:
-        return placement.InBlocks(dim, split_factor=blocks)
-    return Shard(dim)
-
-
-@functools.lru_cache(maxsize=4096)
-def _operands(equation):
-    """Returns the dims of both operands and of the result, as strings.
-
-    Returns `None` unless each dim occurs in at least two of the three, and at
-    most once in each: only then are the gradients products too.
-    """
-    operands, arrow, out = equation.partition("->")
-    left, comma, right = operands.partition(",")
-    if not (arrow and comma) or not (left + right + out).isalpha():
-        return None
-    if any(len(set(letters)) < len(letters) for letters in (left, right, out)):
-        return None
-    for letters, others in (
-        (left, right + out),
-        (right, left + out),
-        (out, left + right),
-    ):
-        if not set(letters) <= set(others):
-            return None
-    return left, right, out
