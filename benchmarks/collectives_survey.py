@@ -92,6 +92,9 @@ def outputs_of(model, x):
     batch = keras.tree.map_structure(
         lambda array: keras.KerasTensor(array.shape, array.dtype), x
     )
+    if keras.config.backend() == "torch":
+        # Keras runs models whole there, with other sizes too.
+        return keras.tree.map_structure(described, model.predict_on_batch(x))
     outputs = model.compute_output_spec(batch)
     if any(None in leaf.shape for leaf in keras.tree.flatten(outputs)):
         # Some models lose a size on the way.
