@@ -1,4 +1,4 @@
-"""The backend modules; `keras.config.backend()` selects the one in use."""
+"""The backend modules; `current.name()` is the one in use."""
 
 import keras
 

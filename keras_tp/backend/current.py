@@ -1,29 +1,69 @@
-"""The modules of Keras's current backend."""
+"""The modules of the backend in use."""
 
+import functools
 import importlib
+import importlib.metadata
+import os
 
 import keras
 
 # A new backend is a folder of this package and a row here.
 SUPPORTED_BACKENDS = ("jax", "tensorflow", "torch")
+# Other packages register a backend as an entry point of this group: its name,
+# and the package that has its modules.
+GROUP = "keras_tp.backends"
+# The environment variable that chooses a backend. By default it is the one that
+# is called like Keras's.
+CHOICE = "KERAS_TP_BACKEND"
+
+
+def name():
+    """Returns the name of the backend in use."""
+    return os.environ.get(CHOICE) or keras.config.backend()
 
 
 def load(module):
-    """Returns a module of Keras's current backend.
+    """Returns a module of the backend in use.
 
     Args:
         module: String, such as `"distribution_lib"`.
 
     Raises:
-        ValueError: if keras_tp does not support that backend.
+        ValueError: if there is no such backend, or if it is not for Keras's
+            backend.
     """
-    name = keras.config.backend()
-    if name not in SUPPORTED_BACKENDS:
-        supported = ", ".join(repr(b) for b in SUPPORTED_BACKENDS)
+    return importlib.import_module(f"{_package(name())}.{module}")
+
+
+def registered():
+    """Returns a dict of each backend of other packages to its package."""
+    found = importlib.metadata.entry_points(group=GROUP)
+    return {entry.name: entry.value for entry in found}
+
+
+@functools.cache
+def _package(backend):
+    own = keras.config.backend()
+    if backend in SUPPORTED_BACKENDS:
+        if backend != own:
+            raise ValueError(
+                f"{CHOICE} is {backend!r}, and Keras runs on {own!r}. Leave "
+                f"{CHOICE} out: keras_tp then takes its backend for {own!r}."
+            )
+        return f"keras_tp.backend.{backend}"
+    others = registered()
+    if backend in others:
+        return others[backend]
+    known = ", ".join(map(repr, [*SUPPORTED_BACKENDS, *others]))
+    if CHOICE in os.environ:
         raise ValueError(
-            f"keras_tp cannot distribute on the Keras backend {name!r}. "
-            f"Supported backends: {supported}. Set the environment variable "
-            "KERAS_BACKEND to one of them before Keras is imported. "
-            f"Received: keras.config.backend()={name!r}"
+            f"{CHOICE} names a backend that is not there: {backend!r}. There "
+            f"are: {known}. Other packages register one as an entry point of "
+            f"the group {GROUP!r}."
         )
-    return importlib.import_module(f"keras_tp.backend.{name}.{module}")
+    raise ValueError(
+        f"keras_tp cannot distribute on the Keras backend {backend!r}. "
+        f"Supported backends: {known}. Set the environment variable "
+        "KERAS_BACKEND to one of them before Keras is imported. "
+        f"Received: keras.config.backend()={backend!r}"
+    )
