@@ -23,6 +23,10 @@ def matmul(original, a, b, *args, output_type=None, **kwargs):
     found = None if args or kwargs else sequence.matmul(a, b)
     if found is not None:
         return found
+    if not args and not kwargs:
+        found = _with_shared_matrices(a, b)
+        if found is not None:
+            return found
     b = _weight_of_one_axis(b)
     ranks = [len(getattr(x, "shape", ())) for x in (a, b)]
     if min(ranks) > 1 and ranks[0] != ranks[1] and not args and not kwargs:
@@ -31,6 +35,41 @@ def matmul(original, a, b, *args, output_type=None, **kwargs):
         if ranks[1] == 2:
             return _times_matrix(tf.tensordot, a, b)
     return original(a, b, *args, **kwargs)
+
+
+def _with_shared_matrices(a, b):
+    """Multiplies batches of matrices by matrices that examples share.
+
+    As of relative positions, (1, heads, ...). If a device has one head,
+    TensorFlow's product of such batches reads and writes other memory
+    (https://github.com/tensorflow/tensorflow/issues/117700). `einsum` is right.
+
+    Args:
+        a: Tensor of shape (..., M, K).
+        b: Tensor of shape (..., K, N), with dims of size 1 where `a` has more.
+
+    Returns:
+        The product; `None` for other shapes.
+    """
+    a, b = tf.convert_to_tensor(a), tf.convert_to_tensor(b)
+    if a.shape.rank is None or b.shape.rank is None or a.dtype != b.dtype:
+        return None
+    count = a.shape.rank - 2
+    absent = a.shape.rank - b.shape.rank
+    if count < 2 or absent < 0 or b.shape.rank < 3 or not a.dtype.is_floating:
+        return None
+    sizes = [1] * absent + list(b.shape[:-2])
+    pairs = list(zip(a.shape[:-2], sizes))
+    if any(of_b is None or of_b not in (1, of_a) for of_a, of_b in pairs):
+        return None
+    if all(of_a == of_b for of_a, of_b in pairs):
+        return None
+    letters = string.ascii_lowercase[:count]
+    kept = "".join(x for x, size in zip(letters, sizes) if size != 1)
+    ones = [i for i, size in enumerate(b.shape[:-2]) if size == 1]
+    if ones:
+        b = tf.squeeze(b, ones)
+    return tf.einsum(f"{letters}yz,{kept}zK->{letters}yK", a, b)
 
 
 def _weight_of_one_axis(x):

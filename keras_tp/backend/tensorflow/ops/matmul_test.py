@@ -24,9 +24,13 @@ PRODUCTS = {
     "abc,cde->abde": ((4, 6, 8), (8, 4, 2)),
     "matmul": ((4, 6, 8), (2, 4, 8, 6)),
     "matmul by a matrix": ((4, 2, 6, 8), (8, 6)),
+    # With a size of 1 on each device, TensorFlow's product corrupts memory.
+    "matmul by shared matrices": ((4, 2, 12, 16), (1, 2, 16, 14)),
+    "matmul by a shared matrix": ((4, 2, 12, 16), (1, 1, 16, 14)),
+    "matmul by matrices of heads": ((4, 2, 12, 16), (2, 16, 14)),
 }
 IN_CI = (
-    *("abc,cde->abde", "matmul by a matrix"),
+    *("abc,cde->abde", "matmul by a matrix", "matmul by shared matrices"),
     *("abc,abd->cd", "abc,bcd->ad", "abcd,abcd->c", "matmul"),
 )
 SLOW = os.environ.get("KERAS_TP_SLOW") == "1"
