@@ -90,8 +90,8 @@ def complete(gradient):
 def complete_before_a_fork(tensor):
     """All-reduces the gradient of a tensor if it goes on to several others.
 
-    Such as that of a gated activation, a product of two: DTensor would
-    all-reduce the gradient for each factor.
+    A gated activation is the product of two. DTensor would all-reduce its
+    gradient for each of them.
 
     Args:
         tensor: DTensor that requires a gradient, and that no layer returned.

@@ -463,7 +463,7 @@ def test_each_device_takes_its_heads_of_whole_ones():
 
     def build(x):
         query, key = heads(HEADS, "query")(x), heads(1, "shared")(x)
-        # In attention that is written by hand, as that of Mixtral.
+        # KerasHub's Mixtral writes its attention in this way.
         key = keras.ops.repeat(key, HEADS, axis=2)
         scores = keras.ops.einsum("bquh,bkuh->buqk", query, key)
         x = keras.ops.einsum("buqk,bkuh->bquh", keras.ops.softmax(scores), key)
