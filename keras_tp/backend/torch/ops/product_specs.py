@@ -23,12 +23,10 @@ def split_like(equation, x, y):
         x: `DTensorSpec` of the operand.
         y: `DTensorSpec` of the other one.
     """
-    found = operands(equation)
-    if found is None or x.mesh != y.mesh:
+    found = _operands_of(equation, x, y)
+    if found is None:
         return x.placements
     left, right, out = found
-    if len(left) != x.ndim or len(right) != y.ndim:
-        return x.placements
     placements = list(x.placements)
     for i, (of_x, of_y) in enumerate(zip(x.placements, y.placements)):
         if not of_x.is_replicate() or type(of_y) is not Shard:
@@ -52,13 +50,11 @@ def spec_of(equation, x, y):
         x: `DTensorSpec` of an operand.
         y: `DTensorSpec` of the other operand.
     """
-    found = operands(equation)
-    if found is None or x.mesh != y.mesh:
+    found = _operands_of(equation, x, y)
+    dtype = x.tensor_meta.dtype
+    if found is None or dtype.is_complex:
         return None
     left, right, out = found
-    dtype = x.tensor_meta.dtype
-    if dtype.is_complex or len(left) != x.ndim or len(right) != y.ndim:
-        return None
     sizes = dict(zip(left, x.shape))
     if any(
         sizes.setdefault(a, size) != size for a, size in zip(right, y.shape)
@@ -105,6 +101,15 @@ def _placement_of(names, of_x, of_y):
     if blocks > 1:
         return placement.InBlocks(dim, split_factor=blocks)
     return Shard(dim)
+
+
+def _operands_of(equation, x, y):
+    """Returns `operands`; `None` also if the specs do not fit the equation."""
+    found = operands(equation)
+    if found is None or x.mesh != y.mesh:
+        return None
+    left, right, _ = found
+    return found if (len(left), len(right)) == (x.ndim, y.ndim) else None
 
 
 @functools.lru_cache(maxsize=4096)
