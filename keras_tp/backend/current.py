@@ -32,7 +32,13 @@ def load(module):
         ValueError: if there is no such backend, or if it is not for Keras's
             backend.
     """
-    return importlib.import_module(f"{_package(name())}.{module}")
+    own = keras.config.backend()
+    if name() in SUPPORTED_BACKENDS and name() != own:
+        raise ValueError(
+            f"{CHOICE} is {name()!r}, and Keras runs on {own!r}. Leave "
+            f"{CHOICE} out: keras_tp then takes its backend for {own!r}."
+        )
+    return importlib.import_module(f"{package(name())}.{module}")
 
 
 def registered():
@@ -42,24 +48,25 @@ def registered():
 
 
 @functools.cache
-def _package(backend):
-    own = keras.config.backend()
+def package(backend):
+    """Returns the name of the package with the modules of a backend.
+
+    Args:
+        backend: String, its name.
+
+    Raises:
+        ValueError: if there is no such backend.
+    """
     if backend in SUPPORTED_BACKENDS:
-        if backend != own:
-            raise ValueError(
-                f"{CHOICE} is {backend!r}, and Keras runs on {own!r}. Leave "
-                f"{CHOICE} out: keras_tp then takes its backend for {own!r}."
-            )
         return f"keras_tp.backend.{backend}"
     others = registered()
     if backend in others:
         return others[backend]
     known = ", ".join(map(repr, [*SUPPORTED_BACKENDS, *others]))
-    if CHOICE in os.environ:
+    if backend != keras.config.backend():
         raise ValueError(
-            f"{CHOICE} names a backend that is not there: {backend!r}. There "
-            f"are: {known}. Other packages register one as an entry point of "
-            f"the group {GROUP!r}."
+            f"There is no backend {backend!r}. There are: {known}. Other "
+            f"packages register one as an entry point of the group {GROUP!r}."
         )
     raise ValueError(
         f"keras_tp cannot distribute on the Keras backend {backend!r}. "

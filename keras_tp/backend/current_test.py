@@ -21,9 +21,9 @@ def other_package(tmp_path, monkeypatch):
     (metadata / "METADATA").write_text("Name: their_package\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(POINTS)
     monkeypatch.syspath_prepend(tmp_path)
-    current._package.cache_clear()
+    current.package.cache_clear()
     yield
-    current._package.cache_clear()
+    current.package.cache_clear()
     for name in [n for n in sys.modules if n.startswith("their_package")]:
         del sys.modules[name]
 

@@ -1,0 +1,33 @@
+"""What a backend says of itself: `conformance.py` in its package.
+
+The module imports no framework. It may have:
+
+- `KERAS_BACKEND`: String, the backend of Keras that it runs under. Defaults to
+  the backend's own name.
+- `CANNOT`: Dict of the name of a test, `"test_bad_input"` or with its case,
+  `"test_training[uneven]"`, to the reason why it cannot pass.
+"""
+
+import importlib
+import importlib.util
+
+from keras_tp.backend import current
+
+
+def module_of(backend):
+    """Returns the `conformance` module of a backend; `None` without one."""
+    package = current.package(backend)
+    name = f"{package}.conformance"
+    if importlib.util.find_spec(name) is None:
+        return None
+    return importlib.import_module(name)
+
+
+def keras_backend(backend):
+    """Returns the name of the backend of Keras that a backend runs under."""
+    return getattr(module_of(backend), "KERAS_BACKEND", backend)
+
+
+def cannot(backend):
+    """Returns a dict of each declared test to its reason."""
+    return dict(getattr(module_of(backend), "CANNOT", {}))
