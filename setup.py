@@ -15,14 +15,23 @@ BACKENDS = {
 }
 
 
+SUITE = "keras_tp.testing"
+PLUGIN = "keras_tp.testing.pytest_plugin"
+
+
 class BuildWithoutTests(build_py):
-    """Leaves the tests, which stand beside the code, out of a wheel."""
+    """Leaves the tests, which stand beside the code, out of a wheel.
+
+    It keeps those that any backend has to pass.
+    """
 
     def find_package_modules(self, package, package_dir):
         return [
             found
             for found in super().find_package_modules(package, package_dir)
-            if not found[1].endswith("_test") and found[1] != "conftest"
+            if package == SUITE
+            or not found[1].endswith("_test")
+            and found[1] != "conftest"
         ]
 
 
@@ -42,9 +51,18 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     cmdclass={"build_py": BuildWithoutTests},
-    packages=find_packages(include=["keras_tp", "keras_tp.*"]),
+    packages=[
+        *find_packages(include=["keras_tp", "keras_tp.*"], exclude=[PLUGIN]),
+        # pytest imports it in each of its runs: a package of its own, for
+        # which Keras is not imported.
+        "keras_tp_pytest",
+    ],
+    package_dir={"keras_tp_pytest": PLUGIN.replace(".", "/")},
     python_requires=">=3.11",
-    entry_points={"console_scripts": ["keras-tp = keras_tp.__main__:main"]},
+    entry_points={
+        "console_scripts": ["keras-tp = keras_tp.__main__:main"],
+        "pytest11": ["keras_tp = keras_tp_pytest"],
+    },
     install_requires=["keras>=3.15,<3.16", "numpy", "rich", "safetensors"],
     extras_require={
         **BACKENDS,

@@ -11,6 +11,7 @@ from integration_tests import slow_tests
 from integration_tests.slow_tests import pytest_collection_modifyitems
 from integration_tests.slow_tests import pytest_configure
 from keras_tp.backend import SUPPORTED_BACKENDS
+from keras_tp.backend import current
 
 # One backend per process: the tests of the others cannot be imported.
 collect_ignore = [
@@ -18,6 +19,9 @@ collect_ignore = [
     for name in SUPPORTED_BACKENDS
     if name != keras.config.backend()
 ]
+if current.CHOICE not in os.environ:
+    # `integration_tests/conformance_test.py` runs it in processes of its own.
+    collect_ignore.append("testing")
 
 # Set in many containers: `print` then writes the end of a line apart, and the
 # lines of several processes that a test reads would mix.

@@ -29,7 +29,7 @@ def other_package(tmp_path, monkeypatch):
 
 
 def test_a_backend_of_another_package(monkeypatch):
-    assert current.registered() == {"elsewhere": "their_package.tensors"}
+    assert current.registered()["elsewhere"] == "their_package.tensors"
     monkeypatch.setenv(current.CHOICE, "elsewhere")
     assert current.load("distribution_lib").WHO == "them"
 
@@ -42,7 +42,7 @@ def test_the_backend_of_keras_by_default():
 
 def test_a_backend_that_is_not_there(monkeypatch):
     monkeypatch.setenv(current.CHOICE, "elsewhat")
-    with pytest.raises(ValueError, match="'torch', 'elsewhere'"):
+    with pytest.raises(ValueError, match="There are:.*'elsewhere'"):
         current.load("distribution_lib")
 
 

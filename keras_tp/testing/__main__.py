@@ -26,10 +26,11 @@ def main():
         "--devices", type=int, default=2, help="number (default: %(default)s)"
     )
     options, others = parser.parse_known_args()
-    variables = {
-        "KERAS_BACKEND": declarations.keras_backend(options.backend),
-        "KERAS_TP_BACKEND": options.backend,
-    }
+    try:
+        own = declarations.keras_backend(options.backend)
+    except ValueError as e:
+        parser.error(str(e))
+    variables = {"KERAS_BACKEND": own, "KERAS_TP_BACKEND": options.backend}
     command = [sys.executable, "-m", "keras_tp.launch", "--devices"]
     command += [str(options.devices), str(SUITE), *others]
     return subprocess.run(command, env={**os.environ, **variables}).returncode

@@ -9,7 +9,16 @@ from keras_tp.testing import declarations
 
 
 def pytest_collection_modifyitems(items):
-    """Skips what the backend says that it cannot do."""
+    """Skips what the backend says that it cannot do.
+
+    Raises:
+        pytest.UsageError: if there is one device only.
+    """
+    if len(keras_tp.distribution.list_devices()) < 2:
+        raise pytest.UsageError(
+            "These tests need several devices. Run "
+            "`pytest --pyargs keras_tp.testing --backend NAME`."
+        )
     declared = declarations.cannot(current.name())
     for item in items:
         if item.path.parent.name != "testing":

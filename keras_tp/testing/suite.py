@@ -35,10 +35,9 @@ def main():
         # They run the same tests; process 0 tells.
         quiet = open(os.devnull, "w")
         os.dup2(quiet.fileno(), 1)
-    sys.modules["keras_tp.testing.suite"] = sys.modules[__name__]
-    plugins = ["-p", "keras_tp.testing.suite", "-p", "no:cacheprovider"]
-    tests = ["--pyargs", "keras_tp.testing", "-q", "-rs"]
-    code = pytest.main([*plugins, *tests, *sys.argv[1:]])
+    arguments = ["-o", "addopts=", "-p", "no:cacheprovider", "-q", "-rs"]
+    arguments += ["--pyargs", "keras_tp.testing", *sys.argv[1:]]
+    code = pytest.main(arguments, plugins=[sys.modules[__name__]])
     # The first process that ends with an error ends the others: let them say
     # what they found.
     time.sleep(2 if code else 0)

@@ -1,5 +1,7 @@
 """Training under a distribution is that of one device."""
 
+import keras
+import numpy as np
 import pytest
 
 from keras_tp import backend
@@ -11,36 +13,116 @@ from keras_tp.testing import models
 def test_training(name):
     case = models.CASES[name]
     if case.uneven and not backend.distribution_lib.splits_unevenly():
-        pytest.skip("all parts of a variable have one size")
+        pytest.skip("declared: all parts of a variable have one size")
     one, losses = models.trained(case)
     with models.model_parallel(case).scope():
         model, found = models.trained(case)
-    assert any(
-        any(backend.distribution_lib.variable_axes(v) or ())
-        for v in model.trainable_variables
-    )
+    assert models.split(model)
     models.assert_close(found, losses)
     models.assert_close(models.values(model), models.values(one), 1e-4)
-    # Sums in another order round in another way: nothing else has no error.
+    # Sums in another order round in another way: no error at all would mean
+    # that nothing was split.
     expected = one.predict_on_batch(case.x)
-    models.assert_close([model.predict_on_batch(case.x)], [expected], 1e-4)
+    found = model.predict_on_batch(case.x)
+    models.assert_close([found], [expected], 1e-4)
+    assert not np.array_equal(found, expected)
 
 
-@pytest.mark.parametrize("name", ["pair", "transformer"])
-def test_training_with_a_plan(name):
-    case = models.CASES[name]
-    _, losses = models.trained(case)
-    with distribution.TensorParallel(models.mesh()).scope():
-        model, found = models.trained(case)
-    models.assert_close(found, losses)
-    rows = distribution.describe(model)
-    assert rows
-
-
-def test_training_with_a_batch_axis():
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_batches_that_do_not_divide(batch_size):
     case = models.CASES["pair"]
-    _, losses = models.trained(case)
-    mesh = models.mesh(batch=len(distribution.list_devices()))
-    with distribution.DataParallel(mesh).scope():
-        _, found = models.trained(case)
+
+    def run():
+        model = models.made(case)
+        # The last batch has one sample where three are asked for.
+        fit = model.fit(case.x, case.y, batch_size, epochs=2, verbose=0)
+        loss = model.evaluate(case.x, case.y, batch_size, verbose=0)
+        return *fit.history["loss"], loss, model.predict(case.x, verbose=0)
+
+    expected = run()
+    for parallel in (
+        distribution.DataParallel(models.axis("batch")),
+        models.model_parallel(case),
+    ):
+        with parallel.scope():
+            models.assert_close(run(), expected)
+
+
+def test_weights_of_samples_and_classes():
+    case = models.CASES["pair"]
+    weights = np.arange(1.0, 1 + models.BATCH)
+
+    def run():
+        model = models.made(case)
+        model.compile("sgd", "mse", weighted_metrics=["mae"])
+        return [
+            model.train_on_batch(case.x, case.y, weights)[1] for _ in range(2)
+        ]
+
+    expected = run()
+    with models.model_parallel(case).scope():
+        models.assert_close(run(), expected)
+
+
+def test_a_model_without_an_input():
+    case = models.CASES["pair"]
+
+    def build():
+        return keras.Sequential(
+            [
+                keras.layers.Dense(64, activation="tanh", name="up_0"),
+                keras.layers.Dense(models.WIDTH, name="down_0"),
+            ]
+        )
+
+    sequential = case._replace(build=build)
+    _, losses = models.trained(sequential)
+    with models.model_parallel(case).scope():
+        model, found = models.trained(sequential)
     models.assert_close(found, losses)
+    assert models.split(model)
+
+
+def test_initial_values_and_masks_are_those_of_one_device():
+    case = models.CASES["pair"]
+
+    def build():
+        inputs = keras.Input((models.WIDTH,))
+        x = keras.layers.Dense(64, name="up_0")(inputs)
+        x = keras.layers.Dropout(0.5, seed=3)(x)
+        return keras.Model(inputs, keras.layers.Dense(16, name="down_0")(x))
+
+    drops = case._replace(build=build)
+    initial = models.values(models.made(drops))
+    _, losses = models.trained(drops)
+    with models.model_parallel(drops).scope():
+        models.assert_close(models.values(models.made(drops)), initial, 0)
+        _, found = models.trained(drops)
+    models.assert_close(found, losses)
+
+
+def computed_again():
+    """Returns a model whose layers are computed again for gradients."""
+    with keras.RematScope(mode="full"):
+        return models.pairs(count=2)
+
+
+def test_computing_layers_again():
+    case = models.CASES["pair"]
+    plain = case._replace(build=lambda: models.pairs(count=2))
+    _, losses = models.trained(plain)
+    with models.model_parallel(case).scope():
+        model, found = models.trained(case._replace(build=computed_again))
+    models.assert_close(found, losses)
+    assert models.split(model)
+
+
+def test_computing_layers_again_adds_no_collective():
+    case = models.CASES["pair"]
+    plain = case._replace(build=lambda: models.pairs(count=2))
+    with models.model_parallel(case).scope():
+        again, once = (
+            distribution.count_collectives(models.made(c), case.x, case.y)
+            for c in (case._replace(build=computed_again), plain)
+        )
+    assert again == once

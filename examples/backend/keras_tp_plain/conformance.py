@@ -1,0 +1,12 @@
+"""What this backend says of itself to the conformance suite."""
+
+from keras_tp.backend.jax import conformance
+
+KERAS_BACKEND = "jax"
+# The name of a test, with its case if it has some, and why it cannot pass.
+CANNOT = {
+    **conformance.CANNOT,
+    "test_computing_layers_again_adds_no_collective": (
+        "layers that are computed again add up their outputs again"
+    ),
+}
