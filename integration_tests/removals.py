@@ -3,6 +3,7 @@
     KERAS_BACKEND=torch python integration_tests/removals.py
     KERAS_BACKEND=tensorflow python integration_tests/removals.py -k images
     KERAS_BACKEND=jax python integration_tests/removals.py
+    KERAS_BACKEND=jax python integration_tests/removals.py keras_tp/testing
 
 First the tests run once, and what each of them reaches is noted: rows of the
 hook tables, and calls of our code that communicate. Then one thing after the
@@ -83,6 +84,7 @@ TESTS = {
         "integration_tests/training_test.py",
     ),
 }
+TESTS = {name: ("keras_tp/testing", *tests) for name, tests in TESTS.items()}
 # With `KERAS_TP_SLOW=1`, these try all functions and layers. They are run for
 # removals that the tests above do not notice.
 THOROUGH_TESTS = (
@@ -245,12 +247,18 @@ def _caller():
     return "the gradient, or an operation of DTensor"
 
 
+def backend_name():
+    """Returns the name of the backend, which may run under one of Keras's."""
+    chosen = os.environ.get("KERAS_TP_BACKEND")
+    return chosen or os.environ.setdefault("KERAS_BACKEND", "jax")
+
+
 def watch(board, backend):
     """Puts the switchboard in place.
 
     Args:
         board: `Switchboard`.
-        backend: String, name of Keras's backend.
+        backend: String, its name.
     """
     from keras_tp.backend import hooks
 
@@ -339,7 +347,7 @@ def candidates(reached, seconds):
 
 def child(options):
     """Notes, then removes what is not in the folder's results yet."""
-    backend = os.environ["KERAS_BACKEND"]
+    backend = backend_name()
     folder = pathlib.Path(options.folder)
     first = os.environ.get("RANK", "0") == "0"
     board = Switchboard()
@@ -397,8 +405,8 @@ def child(options):
 
 def parent(options):
     """Removes everything once, and prints a table."""
-    backend = os.environ.setdefault("KERAS_BACKEND", "jax")
-    found = run_all(options, options.tests or TESTS[backend])
+    tests = options.tests or TESTS.get(backend_name(), ["keras_tp/testing"])
+    found = run_all(options, tests)
     left = [name for name, result in found.items() if not result["test"]]
     if left and not options.tests:
         again = run_all(options, THOROUGH_TESTS, left, KERAS_TP_SLOW="1")
@@ -428,7 +436,7 @@ def _run_all(options, tests, only, env, folder):
     if only is not None:
         (folder / "only.json").write_text(json.dumps(only))
     command = [sys.executable]
-    if os.environ["KERAS_BACKEND"] == "torch":
+    if backend_name() == "torch":
         command += ["-m", "keras_tp.launch", "--devices", str(options.devices)]
     command += [__file__, "--folder", str(folder), "-k", options.k, *tests]
     env = {

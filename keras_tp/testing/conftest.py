@@ -4,6 +4,7 @@ import keras
 import pytest
 
 import keras_tp
+from keras_tp import backend
 from keras_tp.backend import current
 from keras_tp.testing import declarations
 
@@ -19,7 +20,8 @@ def pytest_collection_modifyitems(items):
             "These tests need several devices. Run "
             "`pytest --pyargs keras_tp.testing --backend NAME`."
         )
-    declared = declarations.cannot(current.name())
+    count = backend.distribution_lib.num_processes()
+    declared = declarations.cannot(current.name(), count)
     for item in items:
         if item.path.parent.name != "testing":
             continue

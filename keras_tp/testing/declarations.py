@@ -6,6 +6,8 @@ The module imports no framework. It may have:
   the backend's own name.
 - `CANNOT`: Dict of the name of a test, `"test_bad_input"` or with its case,
   `"test_training[uneven]"`, to the reason why it cannot pass.
+- `CANNOT_BETWEEN_PROCESSES`: Dict of the same form, for runs of several
+  processes.
 """
 
 import importlib
@@ -28,6 +30,15 @@ def keras_backend(backend):
     return getattr(module_of(backend), "KERAS_BACKEND", backend)
 
 
-def cannot(backend):
-    """Returns a dict of each declared test to its reason."""
-    return dict(getattr(module_of(backend), "CANNOT", {}))
+def cannot(backend, num_processes=1):
+    """Returns a dict of each declared test to its reason.
+
+    Args:
+        backend: String, its name.
+        num_processes: Int, how many processes run the tests.
+    """
+    module = module_of(backend)
+    found = dict(getattr(module, "CANNOT", {}))
+    if num_processes > 1:
+        found |= getattr(module, "CANNOT_BETWEEN_PROCESSES", {})
+    return found

@@ -185,24 +185,66 @@ def test_what_is_counted_is_what_the_plan_predicts(name):
         assert size <= sent < size + (ACTIVATION if loss else 1), kind
 
 
-@pytest.mark.parametrize("fully_shard", [False, True])
-def test_activations_split_along_the_sequence(fully_shard):
+@pytest.mark.parametrize("name", ["attention", "grouped", "tied"])
+def test_nothing_is_gathered_that_the_plan_does_not_gather(name):
+    one = CASES[name]
+    plan = distribution.plan_sharding(one.build, models.mesh())
+    with plan.distribution().scope():
+        model = one.build()
+        model.compile("sgd", "mse")
+    found = distribution.count_collectives(model, one.x, one.y)
+    predicted = plan.collectives(models.BATCH)
+    for kind in found.keys() - {"all_reduce"}:
+        expected = predicted.get(kind, (0, 0))
+        assert tuple(found[kind]) == tuple(expected), kind
+
+
+def sequences():
+    """Two blocks; what is between them is split along the sequence."""
+    inputs = keras.Input((models.LENGTH,), dtype="int32")
+    x = layers.Embedding(models.WORDS, WIDTH)(inputs)
+    for _ in range(2):
+        y = layers.LayerNormalization()(x)
+        x = x + layers.MultiHeadAttention(HEADS, WIDTH // HEADS)(y, y)
+        y = layers.Dense(4 * WIDTH, "gelu")(layers.LayerNormalization()(x))
+        x = x + layers.Dense(WIDTH)(y)
+    return keras.Model(inputs, x)
+
+
+def test_activations_split_along_the_sequence():
+    x = models.CASES["transformer"].x
+    y = _sequences()[:, : models.LENGTH]
+    one = models.Case(sequences, x, y, {}, False)
+    _, losses, weights = sgd(one)
+    mesh = models.mesh()
+    parallel = distribution.TensorParallel(mesh, sequence_parallel=True)
+    with parallel.scope():
+        model, found, values = sgd(one)
+        counted = distribution.count_collectives(model, x, y)
+    models.assert_close(found, losses)
+    models.assert_close(values, weights)
+    predicted = parallel.plan.collectives(models.BATCH)
+    for kind in ("all_gather", "reduce_scatter"):
+        assert tuple(counted[kind]) == tuple(predicted[kind]), kind
+    # No activation is summed and kept whole.
+    assert counted["all_reduce"].bytes < y.nbytes
+
+
+def test_variables_split_over_the_batch_axis():
     one = CASES["attention"]
     count = len(distribution.list_devices())
-    mesh = models.mesh(batch=count if fully_shard else 1)
     _, losses, weights = sgd(one)
     parallel = distribution.TensorParallel(
-        mesh, sequence_parallel=not fully_shard, fully_shard=fully_shard
+        models.mesh(batch=count), fully_shard=True
     )
     with parallel.scope():
         model, found, values = sgd(one)
     models.assert_close(found, losses)
     models.assert_close(values, weights)
-    if fully_shard:
-        for row in distribution.describe(model).rows:
-            if len(row.shape) > 1:
-                held = {row.bytes // count}
-                assert set(row.device_bytes.values()) == held, row.path
+    for row in distribution.describe(model).rows:
+        if len(row.shape) > 1:
+            held = {row.bytes // count}
+            assert set(row.device_bytes.values()) == held, row.path
 
 
 def test_a_stored_plan_is_the_plan(tmp_path):

@@ -46,6 +46,22 @@ def test_a_sharded_checkpoint(tmp_path):
         models.assert_close(found, slots, 0)
 
 
+def test_paths_in_safetensors(tmp_path):
+    weights = tmp_path / "weights.safetensors"
+    whole = tmp_path / "model.safetensors"
+    with models.model_parallel(CASE).scope():
+        model, _ = models.trained(CASE)
+        model.save_weights(weights)
+        keras.saving.save_model(model, whole)
+        expected = models.values(model)
+        other = models.made(CASE)
+        other.load_weights(weights)
+        models.assert_close(models.values(other), expected, 0)
+        loaded = keras.saving.load_model(whole)
+        models.assert_close(models.values(loaded), expected, 0)
+        assert models.split(loaded) == models.split(model)
+
+
 class Breaks(keras.layers.Dense):
     """A layer that cannot be saved while `broken` is true."""
 

@@ -19,6 +19,7 @@ def pytest_load_initial_conftests(early_config, parser, args):
         group = parser.getgroup("keras_tp")
         group.addoption("--backend", help="name of the backend to test")
         group.addoption("--devices", help="number of devices")
+        group.addoption("--processes", help="number of processes")
 
 
 def pytest_cmdline_main(config):
