@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 # Backend -> files, and what of them runs; the quick tests of each kind.
 TESTS = {
     "jax": (
+        "keras_tp/testing",
         "keras_tp/distribution",
         "keras_tp/backend/jax",
         "integration_tests/bad_input_test.py",
@@ -48,6 +49,7 @@ TESTS = {
         "integration_tests/training_test.py",
     ),
     "tensorflow": (
+        "keras_tp/testing",
         "keras_tp/backend/tensorflow",
         "keras_tp/distribution",
         "integration_tests/bad_input_test.py",
@@ -63,6 +65,7 @@ TESTS = {
         "integration_tests/zero_test.py",
     ),
     "torch": (
+        "keras_tp/testing",
         "keras_tp/backend/torch",
         "keras_tp/distribution",
         "integration_tests/torch_ops_test.py",
@@ -84,7 +87,6 @@ TESTS = {
         "integration_tests/training_test.py",
     ),
 }
-TESTS = {name: ("keras_tp/testing", *tests) for name, tests in TESTS.items()}
 # With `KERAS_TP_SLOW=1`, these try all functions and layers. They are run for
 # removals that the tests above do not notice.
 THOROUGH_TESTS = (
