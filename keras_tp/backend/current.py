@@ -8,18 +8,29 @@ import os
 import keras
 
 # A new backend is a folder of this package and a row here.
-SUPPORTED_BACKENDS = ("jax", "tensorflow", "torch")
+SUPPORTED_BACKENDS = ("jax", "tensorflow", "torch", "torch_xla")
+# Those that are not called like the backend of Keras that they run under.
+_UNDER = {"torch_xla": "torch"}
 # Other packages register a backend as an entry point of this group: its name,
 # and the package that has its modules.
 GROUP = "keras_tp.backends"
 # The environment variable that chooses a backend. By default it is the one that
 # is called like Keras's.
 CHOICE = "KERAS_TP_BACKEND"
+# The one that tells Keras where torch makes its tensors.
+_TORCH_DEVICE = "KERAS_TORCH_DEVICE"
 
 
 def name():
-    """Returns the name of the backend in use."""
-    return os.environ.get(CHOICE) or keras.config.backend()
+    """Returns the name of the backend in use.
+
+    If Keras makes torch's tensors on XLA's devices, that is `"torch_xla"`.
+    """
+    own = keras.config.backend()
+    device = os.environ.get(_TORCH_DEVICE, "").partition(":")[0]
+    if own == "torch" and device == "xla":
+        own = "torch_xla"
+    return os.environ.get(CHOICE) or own
 
 
 def load(module):
@@ -33,7 +44,7 @@ def load(module):
             backend.
     """
     own = keras.config.backend()
-    if name() in SUPPORTED_BACKENDS and name() != own:
+    if name() in SUPPORTED_BACKENDS and _UNDER.get(name(), name()) != own:
         raise ValueError(
             f"{CHOICE} is {name()!r}, and Keras runs on {own!r}. Leave "
             f"{CHOICE} out: keras_tp then takes its backend for {own!r}."

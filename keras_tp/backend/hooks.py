@@ -8,11 +8,18 @@ import sys
 
 import keras
 
+from keras_tp.backend import current
+
 # The hook tables name attributes of these Keras versions.
 MINIMUM_KERAS = (3, 15)
 NEXT_KERAS = (3, 16)
 # Keras's backend -> the first version of its package that is tested.
-MINIMUM_VERSIONS = {"jax": (0, 7), "tensorflow": (2, 20), "torch": (2, 13)}
+MINIMUM_VERSIONS = {
+    "jax": (0, 7),
+    "tensorflow": (2, 20),
+    "torch": (2, 13),
+    "torch_xla": (2, 9),
+}
 
 _ABSENT = object()
 _installed = []
@@ -145,7 +152,7 @@ def check_versions():
             "attributes of that version. Run `pip install "
             f"'keras>=3.15,<3.16'`. Received: keras {keras.__version__}"
         )
-    name = keras.config.backend()
+    name = current.name()
     package = sys.modules.get(name)
     minimum = MINIMUM_VERSIONS.get(name)
     if package and minimum and _version_of(package) < minimum:

@@ -16,6 +16,7 @@ from keras.src.backend import config
 from keras.src.backend.jax import distribution_lib as keras_lib
 from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend import hlo_collectives
 from keras_tp.backend.jax import arrays
 from keras_tp.backend.jax import batches
 from keras_tp.backend.jax import collective_counter
@@ -312,7 +313,7 @@ def count_collectives(model, x, y=None):
     Returns:
         Dict of the collective's name to `(count, bytes)`.
     """
-    return collective_counter.count(
+    return hlo_collectives.count(
         collective_counter.compile_step(model, x, y).as_text()
     )
 

@@ -13,7 +13,7 @@ if keras.config.backend() != "jax":
 import jax
 from keras.src.backend.common.stateless_scope import StatelessScope
 
-from keras_tp.backend.jax import collective_counter
+from keras_tp.backend import hlo_collectives
 from keras_tp.backend.jax import fully_sharded
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
@@ -48,7 +48,7 @@ def collectives(axes, names=("batch", "model"), shape=(2, 2), blocks=None):
     gradient = np.asarray(found[1]).reshape(KERNEL.shape)
     np.testing.assert_allclose(gradient, want[1], rtol=1e-4)
     assert found[1].sharding.spec == kernel._value.sharding.spec
-    counted = collective_counter.count(program.as_text())
+    counted = hlo_collectives.count(program.as_text())
     return {kind: pair for kind, pair in counted.items() if pair[0]}
 
 
@@ -97,7 +97,7 @@ def test_an_optimizer_updates_its_part():
             .compile()
             .as_text()
         )
-    assert sum(pair[0] for pair in collective_counter.count(text).values()) == 0
+    assert sum(pair[0] for pair in hlo_collectives.count(text).values()) == 0
 
 
 def test_the_backward_pass_gathers_kernels_again():
@@ -124,7 +124,7 @@ def test_the_backward_pass_gathers_kernels_again():
         x = distribution.distribute_tensor(x, parallel.get_data_layout(x.shape))
         args = [kernel._value for kernel in kernels], x
         step = jax.jit(jax.value_and_grad(total)).lower(*args).compile()
-    gathers = collective_counter.count(step.as_text())["all_gather"]
+    gathers = hlo_collectives.count(step.as_text())["all_gather"]
     whole = size * size * 4
     # Three products of each pair, in both passes, but for the gradient of `x`.
     assert gathers == (6 * len(pairs) - 1, (6 * len(pairs) - 1) * whole)

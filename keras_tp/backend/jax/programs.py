@@ -27,10 +27,10 @@ import weakref
 
 import jax
 
-from keras_tp.backend.jax import collective_counter
+from keras_tp.backend import hlo_collectives
 from keras_tp.backend.jax import processes
 
-_COLLECTIVES = (*collective_counter.OPCODES, "collective-broadcast")
+_COLLECTIVES = (*hlo_collectives.OPCODES, "collective-broadcast")
 # In the HLO text of a program that updates donated state.
 _UPDATES = "input_output_alias"
 

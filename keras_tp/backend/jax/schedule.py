@@ -1,8 +1,8 @@
 """The steps of a compiled HLO module, in the order in which they start."""
 
+from keras_tp.backend import hlo
+from keras_tp.backend import hlo_collectives
 from keras_tp.backend import program_steps
-from keras_tp.backend.jax import collective_counter
-from keras_tp.backend.jax import hlo
 from keras_tp.backend.jax import hlo_costs
 from keras_tp.backend.program_steps import Step
 
@@ -24,7 +24,7 @@ def steps(text):
 
 def _add(module, computation, times, found, seen):
     for instruction in module.instructions(computation):
-        done = collective_counter.start_of_done(instruction)
+        done = hlo_collectives.start_of_done(instruction)
         if done:
             if any(step.name == done and step.is_started for step in found):
                 found.append(Step(done, program_steps.DONE, times))
@@ -35,7 +35,7 @@ def _add(module, computation, times, found, seen):
                     inner = times * instruction.trips
                     _add(module, name, inner, found, seen)
             continue
-        collectives = collective_counter.collectives_of(
+        collectives = hlo_collectives.collectives_of(
             module, computation, instruction, seen
         )
         for collective in collectives:
@@ -53,7 +53,7 @@ def _add(module, computation, times, found, seen):
         # What runs beside computations is counted where it is used.
         if (
             instruction.opcode.endswith("-start")
-            or collective_counter.is_collective(instruction)
+            or hlo_collectives.is_collective(instruction)
             or any(collective.is_started for collective in collectives)
         ):
             continue

@@ -1,6 +1,6 @@
 """Steps of stored HLO: fragments of what XLA compiles for H100 and TPU v5e."""
 
-from keras_tp.backend.jax import collective_counter
+from keras_tp.backend import hlo_collectives
 from keras_tp.backend.jax import schedule
 
 GPU = """HloModule jit_step, is_scheduled=true, num_partitions=8
@@ -133,7 +133,7 @@ def test_a_lookup_reads_the_rows_that_it_returns():
 
 
 def test_clones_count_once_and_a_slice_of_a_sum_is_a_reduce_scatter():
-    found = collective_counter.count(TPU)
+    found = hlo_collectives.count(TPU)
     assert {kind: pair for kind, pair in found.items() if pair[0]} == {
         "all_gather": (1, 32 * 4),
         "reduce_scatter": (1, 8 * 4),

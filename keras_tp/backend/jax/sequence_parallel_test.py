@@ -13,7 +13,7 @@ if keras.config.backend() != "jax":
 import jax
 from keras.src.backend.common.stateless_scope import StatelessScope
 
-from keras_tp.backend.jax import collective_counter
+from keras_tp.backend import hlo_collectives
 from keras_tp.backend.jax import processes
 
 COUNT, LENGTH, WIDTH = 4, 8, 16
@@ -57,7 +57,7 @@ def run(function, *inputs):
     found = jax.jit(step)(*inputs)
     of_results = jax.tree.map(lambda x: np.asarray(x) + 1, found)
     program = jax.jit(gradient).lower(of_results, *inputs).compile()
-    counted = collective_counter.count(program.as_text())
+    counted = hlo_collectives.count(program.as_text())
     return found, {kind: pair[0] for kind, pair in counted.items() if pair[0]}
 
 

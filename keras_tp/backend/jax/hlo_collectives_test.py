@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from keras_tp.backend.jax import collective_counter
+from keras_tp.backend import hlo_collectives
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def mesh():
 
 def counted(function, *arrays, out):
     compiled = jax.jit(function, out_shardings=out).lower(*arrays).compile()
-    found = collective_counter.count(compiled.as_text())
+    found = hlo_collectives.count(compiled.as_text())
     return {name: pair for name, pair in found.items() if pair[0]}
 
 
@@ -96,7 +96,7 @@ ENTRY %main (x: f32[4]) -> f32[16] {
 
 
 def test_combined_started_looped_and_branched_operations():
-    assert collective_counter.count(COMBINED) == {
+    assert hlo_collectives.count(COMBINED) == {
         # Three tensors of 4-byte numbers, and three trips of 2-byte ones.
         "all_reduce": (3 + 3, (6 + 5 + 1) * 4 + 3 * 32 * 2),
         "all_gather": (1 + 1, 2 * 16 * 4),
@@ -129,7 +129,7 @@ ENTRY %main (x: f32[32], y: f32[2048], z: f32[7]) -> f32[2080] {
   ROOT %done = f32[2080]{0} all-reduce-done(%start)
 }
 """  # noqa: E501
-    found = collective_counter.count(text)
+    found = hlo_collectives.count(text)
     assert found["all_reduce"] == (1 + 1 + 2, (7 + 2080 + 2080) * 4)
 
 
@@ -145,5 +145,5 @@ ENTRY %main (x: f32[16]) -> f32[4] {
   ROOT %small = f32[2]{0:T(128)} reduce-scatter(%x), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%sum, metadata={op_name="up"}
 }
 """  # noqa: E501
-    found = collective_counter.count(text)
+    found = hlo_collectives.count(text)
     assert found["reduce_scatter"] == (3, (4 + 4 + 2) * 4)

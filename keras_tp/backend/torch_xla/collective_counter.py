@@ -1,0 +1,114 @@
+"""Counts the collectives of one step in the program that XLA compiles.
+
+torch_xla does not show a program after XLA has split it. So XLA writes each
+program into a temporary folder, and this module reads the new ones.
+"""
+
+import contextlib
+import itertools
+import os
+import pathlib
+import tempfile
+
+import torch
+import torch_xla
+from keras.src.backend.common import global_state
+
+from keras_tp.backend import hlo_collectives
+from keras_tp.backend.torch_xla import batches
+from keras_tp.backend.torch_xla import processes
+
+# XLA writes the programs of this name only.
+_NAME = "keras_tp_counted"
+_ENDING = "after_optimizations.txt"
+_folders = []
+_counts = itertools.count(1)
+
+
+def keep_programs():
+    """Makes XLA write the programs that are counted, before it starts."""
+    if _folders:
+        return
+    _folders.append(tempfile.TemporaryDirectory(prefix="keras_tp_programs_"))
+    ours = (
+        f"--xla_dump_to={_folders[0].name} --xla_dump_hlo_as_text "
+        f"--xla_dump_hlo_module_re=.*{_NAME}.*"
+    )
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} {ours}".strip()
+
+
+def count_step(model, x, y=None):
+    """Runs one step of a model, counts its collectives, and undoes it."""
+    data = (x,) if y is None else (x, y)
+    if y is None:
+        if not all(layer.built for layer in model._flatten_layers()):
+            with torch.no_grad():
+                model(x)
+    else:
+        model._symbolic_build(data_batch=data)
+    batch = batches.distribute_batch(data)
+    training = model.training
+    with _unchanged(model):
+        torch_xla.sync(wait=True)
+        with _counted() as found:
+            if y is None:
+                model.eval()
+                with torch.no_grad():
+                    # Kept until the program has run.
+                    outputs = model.predict_step(batch)  # noqa: F841
+            else:
+                model.train()
+                outputs = model.train_step(batch)  # noqa: F841
+    model.train(training)
+    return {name: tuple(pair) for name, pair in found.items()}
+
+
+@contextlib.contextmanager
+def _counted():
+    """Context that counts the collectives of what is recorded in it."""
+    lib = torch_xla._XLAC
+    before = lib._get_current_graph_name()
+    lib._set_current_graph_name(_NAME)
+    found = {name: [0, 0] for name in hlo_collectives.NAMES}
+    # XLA compiles a program once. No other has a tensor of this size.
+    size = 1000 + next(_counts)
+    extra = torch.zeros(size, device="xla") + 1
+    try:
+        yield found
+        torch_xla.sync(wait=True)
+    finally:
+        lib._set_current_graph_name(before)
+    del extra
+    for path in pathlib.Path(_folders[0].name).glob(f"*{_ENDING}"):
+        for name, (count, size) in hlo_collectives.count(
+            path.read_text()
+        ).items():
+            found[name][0] += count
+            found[name][1] += size
+        path.unlink()
+
+
+@contextlib.contextmanager
+def _unchanged(model):
+    """Restores weights, slots, metrics, gradients and random state."""
+    variables = list(model.variables) + list(model.metrics_variables)
+    if getattr(model, "optimizer", None) is not None:
+        variables += list(model.optimizer.variables)
+    generator = global_state.get_global_attribute("global_seed_generator")
+    if generator is not None:
+        variables.append(generator.state)
+    held = [
+        (variable, variable._value.detach().clone(), variable._value.grad)
+        for variable in {id(v): v for v in variables}.values()
+    ]
+    random_state = processes.random_state()
+    try:
+        yield
+    finally:
+        processes.set_random_state(random_state)
+        with torch.no_grad():
+            for variable, value, gradient in held:
+                variable._value.copy_(value)
+                variable._value.grad = gradient
+        torch_xla.sync()

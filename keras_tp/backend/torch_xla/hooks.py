@@ -1,0 +1,84 @@
+"""The hook table: replaced attributes of Keras.
+
+XLA splits every operation, so these rows only place variables, batches and
+random numbers.
+"""
+
+import functools
+
+import torch_xla
+from keras.src.distribution.distribution_lib import distribution
+
+from keras_tp.backend.hooks import Hook
+from keras_tp.backend.processes import callbacks
+from keras_tp.backend.saving import one_writer
+from keras_tp.backend.torch_xla import batches
+from keras_tp.backend.torch_xla import random_draws
+from keras_tp.backend.torch_xla import variables
+
+
+def _hook_make_function(original):
+    """Splits the batches of a step function, and runs each step at once."""
+    attribute = original.__name__.removeprefix("make_")
+
+    @functools.wraps(original)
+    def make_function(self, force=False):
+        made = getattr(self, attribute)
+        result = original(self, force)
+        step = getattr(self, attribute)
+        if distribution() is not None and step is not made:
+            setattr(self, attribute, _distributed(step))
+        return result
+
+    return make_function
+
+
+def _distributed(step):
+    @functools.wraps(step)
+    def distributed_step(data):
+        outputs = step(batches.distribute_batch(data))
+        # Otherwise the steps of an epoch would be one program.
+        torch_xla.sync()
+        return outputs
+
+    return distributed_step
+
+
+_CORE = "keras.src.backend.torch.core"
+_RANDOM = "keras.src.backend.torch.random"
+_TRAINER = "keras.src.backend.torch.trainer"
+
+TABLE = [
+    Hook(
+        f"{_CORE}:Variable",
+        "_initialize",
+        variables.hook_initialize,
+        "each device holds its part of a variable",
+    ),
+    Hook(
+        f"{_CORE}:Variable",
+        "_initialize_with_initializer",
+        variables.hook_initialize_with_initializer,
+        "what a file has values for is not drawn first",
+    ),
+    Hook(
+        _RANDOM,
+        random_draws.NAMES,
+        random_draws.hook_draw,
+        "random numbers are those of one device",
+    ),
+    Hook(
+        _RANDOM,
+        "dropout",
+        random_draws.hook_dropout,
+        "random numbers are those of one device",
+    ),
+    Hook(
+        f"{_TRAINER}:TorchTrainer",
+        ("make_train_function", "make_test_function", "make_predict_function"),
+        _hook_make_function,
+        "the batches of a step are split",
+    ),
+    *callbacks.table(),
+    *one_writer.table(lambda model: False),
+]
