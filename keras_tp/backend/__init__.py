@@ -1,8 +1,7 @@
 """The backend modules; `current.name()` is the one in use."""
 
-import keras
-
 from keras_tp.backend import communication
+from keras_tp.backend import current
 from keras_tp.backend.current import SUPPORTED_BACKENDS
 from keras_tp.backend.current import load
 from keras_tp.backend.processes import error_propagation
@@ -20,6 +19,6 @@ def __getattr__(name):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if keras.config.backend() == "tensorflow":
-    # TensorFlow reads some settings once, when it first runs something.
+if current.name() in ("tensorflow", "torch_xla"):
+    # They read some settings once, when they first run something.
     load("distribution_lib")

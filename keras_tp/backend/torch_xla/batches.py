@@ -38,12 +38,14 @@ def split_batch(array, placed):
         placed: `Placement`. An array that it cannot split evenly, such as the
             last batch of an epoch, is whole on each device.
     """
-    if placement.is_xla(array):
-        # The caller's own tensor keeps its layout.
-        return placement.constrained(array, placed)
     tensor = core.convert_to_tensor(array)
+    if placed.mesh is None:
+        return tensor
     sizes = placed.mesh.shape()
     for size, axis in zip(tensor.shape, placed.axes):
         if size % math.prod(sizes[n] for n in placement.names_of(axis)):
             return tensor
-    return placement.mark(tensor, placed)
+    if placement.is_xla(array):
+        # The caller's own tensor keeps its layout.
+        return placement.constrained(array, placed)
+    return placement.mark(tensor.to("xla"), placed)

@@ -38,6 +38,16 @@ def keep_programs():
     os.environ["XLA_FLAGS"] = f"{flags} {ours}".strip()
 
 
+def forget_programs():
+    """Undoes `keep_programs`, before another process starts."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    ours = ("--xla_dump_to=", "--xla_dump_hlo_")
+    kept = [flag for flag in flags if not flag.startswith(ours)]
+    os.environ["XLA_FLAGS"] = " ".join(kept)
+    while _folders:
+        _folders.pop().cleanup()
+
+
 def count_step(model, x, y=None):
     """Runs one step of a model, counts its collectives, and undoes it."""
     data = (x,) if y is None else (x, y)

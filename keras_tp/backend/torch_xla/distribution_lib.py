@@ -1,10 +1,13 @@
 """Distribution on torch_xla: a variable is a tensor with an SPMD sharding.
 
-XLA inserts the collectives. `KERAS_TORCH_DEVICE=xla` makes Keras's torch
-backend use these devices, and keras_tp this module. The functions are those of
-`docs/backend_interface.md`.
+XLA inserts the collectives. The environment variable
+`KERAS_TP_BACKEND=torch_xla` chooses this backend: models that have a
+distribution are then on XLA's devices, and others where Keras's torch backend
+makes them. The functions are those of `docs/backend_interface.md`.
 """
 
+import os
+import shlex
 import sys
 
 import torch
@@ -12,6 +15,7 @@ from keras.src.backend.torch import core
 
 from keras_tp.backend.hooks import backend_row
 from keras_tp.backend.processes import commands
+from keras_tp.backend.processes import engine_commands
 from keras_tp.backend.torch_xla import batches
 from keras_tp.backend.torch_xla import collective_counter
 from keras_tp.backend.torch_xla import devices
@@ -85,16 +89,7 @@ def collective_library(device_type):
 
 
 def activate():
-    """Checks that Keras uses XLA's devices.
-
-    Raises:
-        ValueError: if Keras makes its tensors elsewhere.
-    """
-    if str(core.DEFAULT_DEVICE).partition(":")[0] != "xla":
-        raise ValueError(
-            "Set KERAS_TORCH_DEVICE=xla before Keras is imported. Received: "
-            f"KERAS_TORCH_DEVICE={core.DEFAULT_DEVICE!r}"
-        )
+    """Does nothing: all settings are read when XLA starts."""
 
 
 def hook_table():
@@ -130,7 +125,9 @@ def distribute_tensor(tensor, layout):
     placed = placement.as_placement(layout)
     if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
         return tensor
-    tensor = core.convert_to_tensor(tensor)
+    if placed.mesh is None:
+        return core.convert_to_tensor(tensor)
+    tensor = core.convert_to_tensor(tensor).to("xla")
     return placement.constrained(tensor, placed)
 
 
@@ -157,6 +154,14 @@ def variable_bytes_by_device(variable):
         device: part.numel() * part.itemsize
         for device, part, _ in placement.shards(value)
     }
+
+
+def peak_memory():
+    """Returns a dict of accelerator to the most bytes in use on it so far.
+
+    Empty: torch_xla does not say it of each device of a program.
+    """
+    return {}
 
 
 def variable_parts(variable):
@@ -187,12 +192,35 @@ def count_collectives(model, x, y=None):
 
 
 def launch(plan, argv):
-    """Runs a script on a number of virtual devices, in this process."""
-    if plan.processes > 1 or plan.engine is not None:
-        raise NotImplementedError(
-            "On torch_xla, keras_tp runs in one process. Received: "
-            f"processes={plan.processes}, engine={plan.engine}"
+    """Runs a script on a number of devices, in this process.
+
+    Keras and XLA read the environment when they start. If it has to change,
+    the launcher replaces this process.
+
+    Args:
+        plan: `supervisor.Plan`.
+        argv: List of strings: the script and its arguments.
+    """
+    plan = plan.with_processes()
+    wanted = devices.variables(plan.devices)
+    if plan.processes > 1:
+        raise ValueError(
+            "On torch_xla, one process has all devices of its host. Leave "
+            "`--processes` and `--hosts` out. Received: "
+            f"processes={plan.processes}"
         )
+    if plan.engine is not None:
+        engine_commands.show(plan, argv, devices.variables)
+        return
+    command = [sys.executable, "-m", "keras_tp.launch", "--devices"]
+    command += [str(plan.devices), *argv]
+    if plan.dry_run:
+        told = [f"{name}={value}" for name, value in wanted.items()]
+        sys.stdout.write(" ".join([*told, shlex.join(command)]) + "\n")
+        return
+    if any(os.environ.get(name) != wanted[name] for name in wanted):
+        collective_counter.forget_programs()
+        os.execve(sys.executable, command, {**os.environ, **wanted})
     if devices.count() < plan.devices:
         raise ValueError(
             f"The run needs {plan.devices} devices, but torch_xla has "

@@ -13,6 +13,7 @@ from keras_tp.backend.hooks import Hook
 from keras_tp.backend.processes import callbacks
 from keras_tp.backend.saving import one_writer
 from keras_tp.backend.torch_xla import batches
+from keras_tp.backend.torch_xla import devices
 from keras_tp.backend.torch_xla import random_draws
 from keras_tp.backend.torch_xla import variables
 
@@ -45,10 +46,20 @@ def _distributed(step):
 
 
 _CORE = "keras.src.backend.torch.core"
+_LAYER = "keras.src.backend.torch.layer:TorchLayer"
 _RANDOM = "keras.src.backend.torch.random"
 _TRAINER = "keras.src.backend.torch.trainer"
 
 TABLE = [
+    *(
+        Hook(
+            f"keras.src.backend.torch.{module}",
+            "get_device",
+            devices.hook_get_device,
+            "models with a distribution are on XLA's devices",
+        )
+        for module in ("core", "image", "math", "nn", "numpy", "random")
+    ),
     Hook(
         f"{_CORE}:Variable",
         "_initialize",
@@ -60,6 +71,18 @@ TABLE = [
         "_initialize_with_initializer",
         variables.hook_initialize_with_initializer,
         "what a file has values for is not drawn first",
+    ),
+    Hook(
+        _LAYER,
+        "named_parameters",
+        variables.hook_named_parameters,
+        "zero_grad finds the variables of a model that was moved",
+    ),
+    Hook(
+        _LAYER,
+        "_track_variables",
+        variables.hook_track_variables,
+        "building a layer does not plan a part of a model",
     ),
     Hook(
         _RANDOM,

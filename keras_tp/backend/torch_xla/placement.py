@@ -14,7 +14,8 @@ class Placement(collections.namedtuple("Placement", ["mesh", "axes"])):
     """A layout in torch_xla's terms.
 
     Args:
-        mesh: `torch_xla.distributed.spmd.Mesh`.
+        mesh: `torch_xla.distributed.spmd.Mesh`; `None` for a tensor in the
+            host's memory.
         axes: Tuple with `None`, a mesh axis or a tuple of mesh axes for each
             dim.
     """
@@ -38,17 +39,13 @@ def as_placement(layout):
 
 
 def mark(tensor, placed):
-    """Gives a tensor, which keeps its identity, another sharding.
+    """Gives a new tensor, which keeps its identity, a sharding.
 
     Args:
-        tensor: XLA tensor.
-        placed: `Placement`; `None` for a tensor that each device holds whole.
+        tensor: XLA tensor without a sharding.
+        placed: `Placement`.
     """
-    if is_marked(tensor):
-        # What is recorded refers to the sharding.
-        torch_xla.sync()
-        _lib._xla_clear_sharding(tensor)
-    if placed is not None and placed.is_split:
+    if placed.is_split:
         sharding = placed.mesh.get_op_sharding(placed.axes)
         _lib._xla_mark_sharding(tensor, sharding)
     return tensor
@@ -56,6 +53,8 @@ def mark(tensor, placed):
 
 def constrained(tensor, placed):
     """Returns a tensor of a program, and its gradient, with a sharding."""
+    if placed.mesh is None:
+        return tensor
     return spmd.mark_sharding_with_gradients(tensor, placed.mesh, placed.axes)
 
 

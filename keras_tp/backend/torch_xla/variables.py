@@ -7,6 +7,7 @@ from keras.src.backend.torch import core
 from keras.src.distribution.distribution_lib import distribution
 
 from keras_tp.backend.saving import expected_values
+from keras_tp.backend.torch_xla import devices
 from keras_tp.backend.torch_xla import placement
 
 
@@ -17,9 +18,7 @@ def hook_initialize(original):
     def _initialize(self, value):
         current = distribution()
         if current is None or is_counter(self):
-            # Counters of random draws stay in the host's memory: a draw reads
-            # them, and would wait for all that XLA has recorded.
-            if is_counter(self):
+            if current is not None:
                 with core.device_scope("cpu"):
                     return original(self, value)
             return original(self, value)
@@ -33,8 +32,7 @@ def hook_initialize(original):
         value = core.convert_to_tensor(value, dtype=self._dtype)
         self._shape = self._validate_shape(value.shape)
         self._layout = current.get_variable_layout(self)
-        original(self, value)
-        placement.mark(self._value, placement.as_placement(self._layout))
+        _set(self, value, placement.as_placement(self._layout))
 
     return _initialize
 
@@ -55,19 +53,83 @@ def hook_initialize_with_initializer(original):
     return _initialize_with_initializer
 
 
+def hook_named_parameters(original):
+    """Updates layers whose variables were moved and have new parameters."""
+
+    @functools.wraps(original)
+    def named_parameters(self, *args, **kwargs):
+        # The first read of a value plans the model, which makes new parameters.
+        for variable in getattr(self, "variables", ()):
+            _ = variable.value
+        for module in self.modules():
+            held = module._modules.get("_torch_params")
+            if held is None or not hasattr(module, "variables"):
+                continue
+            if any(
+                held[variable.path] is not variable._value
+                for variable in module.variables
+                if variable.path in held
+            ):
+                module._track_variables()
+        return original(self, *args, **kwargs)
+
+    return named_parameters
+
+
+def hook_track_variables(original):
+    """Tracks the parameters of a built layer without reading `value`.
+
+    A read of `value` plans the model, and that would be too early here.
+    """
+
+    @functools.wraps(original)
+    def _track_variables(self):
+        if all(variable._layout is None for variable in self.variables):
+            original(self)
+            return
+        self._torch_params = torch.nn.ParameterDict(
+            {variable.path: variable._value for variable in self.variables}
+        )
+
+    return _track_variables
+
+
 def is_counter(variable):
-    """Returns whether a variable counts the draws of a seed generator."""
+    """Returns whether a variable counts the draws of a seed generator.
+
+    Counters stay in the host's memory: a draw reads them, and would wait for
+    all that XLA has recorded.
+    """
     # Noted by `distribution/variable_origin.py`.
     origin = getattr(variable, "_origin", None)
     return origin is not None and origin.role == "seed"
 
 
 def move(variable, layout):
-    """Gives a variable, and its gradient, another layout; `None`: whole."""
+    """Gives a variable, and its gradient, another layout; `None`: plain."""
     if is_counter(variable):
         return
     placed = None if layout is None else placement.as_placement(layout)
-    with torch.no_grad():
-        placement.mark(variable._value, placed)
-        if variable._value.grad is not None:
-            placement.mark(variable._value.grad, placed)
+    gradient = variable._value.grad
+    _set(variable, variable._value.detach(), placed)
+    if gradient is not None:
+        variable._value.grad = _placed(gradient.detach(), placed)
+
+
+def _set(variable, value, placed):
+    """Sets the value of a variable, as a `torch.nn.Parameter`.
+
+    A new one each time: torch cannot give a parameter another kind of tensor.
+    """
+    variable._value = torch.nn.Parameter(
+        _placed(value, placed), requires_grad=variable.trainable
+    )
+
+
+def _placed(value, placed):
+    """Returns a tensor with a `Placement`; `None`: in the host's memory."""
+    # Through the host: nothing recorded refers to the new tensor.
+    value = value.cpu() if placement.is_xla(value) else value
+    if placed is None or placed.mesh is None:
+        return value.to(devices.of_keras())
+    return placement.mark(value.to("xla"), placed)
