@@ -73,6 +73,12 @@ TABLE = [
         "what a file has values for is not drawn first",
     ),
     Hook(
+        f"{_CORE}:Variable",
+        "_direct_assign",
+        variables.hook_direct_assign,
+        "a variable stays split when it gets another value",
+    ),
+    Hook(
         _LAYER,
         "named_parameters",
         variables.hook_named_parameters,

@@ -45,9 +45,9 @@ def mark(tensor, placed):
         tensor: XLA tensor without a sharding.
         placed: `Placement`.
     """
-    if placed.is_split:
-        sharding = placed.mesh.get_op_sharding(placed.axes)
-        _lib._xla_mark_sharding(tensor, sharding)
+    # Also if it is whole on each device: XLA would split results as it likes.
+    sharding = placed.mesh.get_op_sharding(placed.axes)
+    _lib._xla_mark_sharding(tensor, sharding)
     return tensor
 
 
@@ -120,7 +120,7 @@ def shards(tensor):
         List with the name of the device, its part, and the range of each dim
         that the part holds, for each device.
     """
-    torch_xla.sync()
+    torch_xla.sync(wait=True)
     (parts,) = _lib._get_local_shards([tensor])
     found = []
     for (part, device), (_, indices) in zip(parts, _places(tensor)):

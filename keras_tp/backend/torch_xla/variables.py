@@ -53,6 +53,20 @@ def hook_initialize_with_initializer(original):
     return _initialize_with_initializer
 
 
+def hook_direct_assign(original):
+    """Keeps the sharding of a variable that gets another value."""
+
+    @functools.wraps(original)
+    def _direct_assign(self, value):
+        if placement.is_xla(self._value) and self._layout is not None:
+            # torch would take the sharding over from the value.
+            placed = placement.as_placement(self._layout)
+            value = placement.constrained(value.to("xla"), placed)
+        return original(self, value)
+
+    return _direct_assign
+
+
 def hook_named_parameters(original):
     """Updates layers whose variables were moved and have new parameters."""
 
