@@ -9,13 +9,18 @@ import functools
 import torch_xla
 from keras.src.distribution.distribution_lib import distribution
 
+from keras_tp.backend import rematerialization as remat
 from keras_tp.backend.hooks import Hook
+from keras_tp.backend.hooks import around
+from keras_tp.backend.hooks import methods_row
 from keras_tp.backend.processes import callbacks
 from keras_tp.backend.saving import one_writer
 from keras_tp.backend.torch_xla import batches
 from keras_tp.backend.torch_xla import devices
+from keras_tp.backend.torch_xla import products
 from keras_tp.backend.torch_xla import random_draws
 from keras_tp.backend.torch_xla import variables
+from keras_tp.backend.torch_xla import vocab_parallel
 
 
 def _hook_make_function(original):
@@ -47,6 +52,7 @@ def _distributed(step):
 
 _CORE = "keras.src.backend.torch.core"
 _LAYER = "keras.src.backend.torch.layer:TorchLayer"
+_NUMPY = "keras.src.backend.torch.numpy"
 _RANDOM = "keras.src.backend.torch.random"
 _TRAINER = "keras.src.backend.torch.trainer"
 
@@ -90,6 +96,30 @@ TABLE = [
         variables.hook_track_variables,
         "building a layer does not plan a part of a model",
     ),
+    methods_row(
+        _NUMPY,
+        products.Functions,
+        "products of one input add up its gradient together",
+    ),
+    Hook(
+        "torch",
+        "matmul",
+        around(products.matmul),
+        "stacks of matrices, as of heads, stay split",
+    ),
+    Hook(
+        "torch.nn.functional",
+        "scaled_dot_product_attention",
+        around(products.attention),
+        "attention stays split by heads",
+    ),
+    Hook(
+        "keras.src.backend.torch.math",
+        "top_k",
+        around(vocab_parallel.top_k),
+        "the largest of split values are found without a gather of the values",
+    ),
+    remat.row("torch", lambda f, plain: f),
     Hook(
         _RANDOM,
         random_draws.NAMES,

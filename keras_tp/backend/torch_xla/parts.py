@@ -44,7 +44,7 @@ def assign(variable, part_of):
         return made[key]
 
     whole = [(0, size) for size in value.shape]
-    if not placement.is_xla(value) or not placement.is_marked(value):
+    if not placement.is_xla(value) or not placement.is_split(value):
         variable._value.copy_(tensor_of(whole).reshape(value.shape))
         return
     shards = placement.shards(value)

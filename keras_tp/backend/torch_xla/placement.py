@@ -58,9 +58,9 @@ def constrained(tensor, placed):
     return spmd.mark_sharding_with_gradients(tensor, placed.mesh, placed.axes)
 
 
-def is_marked(tensor):
-    """Returns whether a tensor has a sharding."""
-    return bool(_lib._get_xla_sharding_spec(tensor))
+def is_split(tensor):
+    """Returns whether the sharding of a tensor splits it."""
+    return "devices=" in _lib._get_xla_sharding_spec(tensor)
 
 
 def axes_of(tensor, layout):
@@ -71,8 +71,10 @@ def axes_of(tensor, layout):
         layout: `TensorLayout`, of which the axes of size 1 are read.
     """
     mesh = layout.device_mesh.backend_mesh
+    if mesh is None:
+        return (None,) * len(layout.axes)
     found = [_ones(axis, mesh) for axis in layout.axes]
-    if is_xla(tensor) and is_marked(tensor):
+    if is_xla(tensor) and is_split(tensor):
         ids = mesh.get_logical_mesh()
         places = [place for _, place in _places(tensor)]
         for dim, names in enumerate(found):
