@@ -18,14 +18,16 @@ def top_k(original, x, k, sorted=True):
     x = core.convert_to_tensor(x)
     parts = _parts() if placement.is_xla(x) and x.ndim else 1
     size = x.shape[-1] if x.ndim else 0
-    if parts == 1 or size % parts or k * parts * 2 > size:
+    if parts == 1 or k * parts * 2 > size or not x.is_floating_point():
         return original(x, k, sorted=sorted)
+    # The padding comes after all values that are as small.
+    x = torch.nn.functional.pad(x, (0, -size % parts), value=-math.inf)
     values, places = original(x.unflatten(-1, (parts, -1)), k)
     first = torch.arange(parts, device="xla", dtype=places.dtype)
-    places = places + first[:, None] * (size // parts)
+    places = places + first[:, None] * (x.shape[-1] // parts)
     values, chosen = original(values.flatten(-2), k, sorted=sorted)
     places = torch.take_along_dim(places.flatten(-2), chosen.long(), dim=-1)
-    return values, places
+    return torch.return_types.topk((values, places))
 
 
 def _parts():
