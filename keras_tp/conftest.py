@@ -17,7 +17,7 @@ from keras_tp.backend import current
 collect_ignore = [
     f"backend/{name}"
     for name in SUPPORTED_BACKENDS
-    if name != keras.config.backend()
+    if name != current.name()
 ]
 if current.CHOICE not in os.environ:
     # `integration_tests/conformance_test.py` runs it in processes of its own.
