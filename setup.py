@@ -12,7 +12,7 @@ BACKENDS = {
     "jax": ["jax>=0.7", "jaxlib>=0.7"],
     "tensorflow": ["tensorflow>=2.20"],
     "torch": ["torch>=2.13,<2.14"],
-    "torch_xla": ["torch==2.9.*", "torch_xla>=2.9,<2.10"],
+    "torch-xla": ["torch==2.9.*", "torch_xla>=2.9,<2.10"],
 }
 
 

@@ -6,7 +6,7 @@
 #   bash shell/test_xla.sh 4 keras_tp/backend/torch_xla -k adam
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-make_environment .venv-xla torch_xla "pytest" torch==2.9.0 torch_xla==2.9.0
+make_environment .venv-xla torch-xla "pytest" torch==2.9.0 torch_xla==2.9.0
 if ! "$PYTHON" -m pip show --quiet keras-hub 2>/dev/null; then
     # Its text functions need TensorFlow, which the tests do without.
     install_packages kagglehub huggingface_hub pyyaml regex

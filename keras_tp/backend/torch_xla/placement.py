@@ -1,6 +1,7 @@
 """Marks tensors with layouts. XLA splits them, and what comes from them."""
 
 import collections
+import warnings
 
 import numpy as np
 import torch
@@ -28,6 +29,13 @@ class Placement(collections.namedtuple("Placement", ["mesh", "axes"])):
 
 def to_placement(layout):
     """Returns the `Placement` of a `TensorLayout`."""
+    # Layouts of Keras have no such attribute.
+    if getattr(layout, "sequence_parallel", False):
+        warnings.warn(
+            "On torch_xla, activations are not split along the sequence: "
+            "results are correct, but `sequence_parallel=True` saves no memory.",
+            stacklevel=2,
+        )
     return Placement(layout.device_mesh.backend_mesh, tuple(layout.axes))
 
 
