@@ -15,9 +15,7 @@ from keras_tp.backend import current
 
 # One backend per process: the tests of the others cannot be imported.
 collect_ignore = [
-    f"backend/{name}"
-    for name in SUPPORTED_BACKENDS
-    if name != current.name()
+    f"backend/{name}" for name in SUPPORTED_BACKENDS if name != current.name()
 ]
 if current.CHOICE not in os.environ:
     # `integration_tests/conformance_test.py` runs it in processes of its own.

@@ -34,10 +34,18 @@ def test_a_backend_of_another_package(monkeypatch):
     assert current.load("distribution_lib").WHO == "them"
 
 
-def test_the_backend_of_keras_by_default():
+def test_the_backend_of_keras_by_default(monkeypatch):
+    monkeypatch.delenv(current.CHOICE, raising=False)
     found = current.load("distribution_lib").__name__
     name = keras.config.backend()
     assert found == f"keras_tp.backend.{name}.distribution_lib"
+
+
+def test_torch_on_devices_of_xla(monkeypatch):
+    monkeypatch.delenv(current.CHOICE, raising=False)
+    monkeypatch.setenv("KERAS_TORCH_DEVICE", "xla")
+    own = keras.config.backend()
+    assert current.name() == ("torch_xla" if own == "torch" else own)
 
 
 def test_a_backend_that_is_not_there(monkeypatch):

@@ -123,8 +123,11 @@ def test_a_backend_has_few_rows_of_its_own():
     from keras_tp.backend.saving import one_writer
 
     shared = callbacks.table() + data_shards.table(None) + one_writer.table(all)
-    owners = {hook.owner for hook in shared}
     table = distribution_lib.hook_table()
+    if current.name() == "torch_xla":
+        # It has one process, which shares no data.
+        shared = callbacks.table() + one_writer.table(all)
+    owners = {hook.owner for hook in shared}
     own = [hook for hook in table if hook.owner not in owners]
     assert len(table) == len(own) + len(shared)
     assert len(own) <= MOST_ROWS[current.name()]

@@ -32,8 +32,8 @@ def to_placement(layout):
     # Layouts of Keras have no such attribute.
     if getattr(layout, "sequence_parallel", False):
         warnings.warn(
-            "On torch_xla, activations are not split along the sequence: "
-            "results are correct, but `sequence_parallel=True` saves no memory.",
+            "On torch_xla, activations are not split along the sequence. "
+            "Results are correct, but `sequence_parallel=True` saves nothing.",
             stacklevel=2,
         )
     return Placement(layout.device_mesh.backend_mesh, tuple(layout.axes))

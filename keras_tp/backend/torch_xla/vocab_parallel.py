@@ -38,7 +38,5 @@ def _parts():
         return 1
     batch = getattr(current, "batch_dim_name", None)
     return math.prod(
-        size
-        for name, size in zip(mesh.axis_names, mesh.shape)
-        if name != batch
+        size for name, size in zip(mesh.axis_names, mesh.shape) if name != batch
     )
