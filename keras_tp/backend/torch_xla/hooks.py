@@ -85,6 +85,12 @@ TABLE = [
         "a variable stays split when it gets another value",
     ),
     Hook(
+        "keras.src.optimizers.base_optimizer:BaseOptimizer",
+        "apply",
+        around(variables.apply),
+        "a loop outside of a scope updates variables on XLA's devices",
+    ),
+    Hook(
         _LAYER,
         "named_parameters",
         variables.hook_named_parameters,

@@ -67,6 +67,20 @@ def hook_direct_assign(original):
     return _direct_assign
 
 
+def apply(original, self, grads, trainable_variables=None):
+    """Updates variables under their distribution, as loops outside of it do.
+
+    `original` is the method of an optimizer.
+    """
+    variables = trainable_variables or self._trainable_variables
+    origins = [getattr(variable, "_origin", None) for variable in variables]
+    own = next((o.distribution for o in origins if o is not None), None)
+    if distribution() is not None or own is None:
+        return original(self, grads, trainable_variables)
+    with own.scope():
+        return original(self, grads, trainable_variables)
+
+
 def hook_named_parameters(original):
     """Updates layers whose variables were moved and have new parameters."""
 
