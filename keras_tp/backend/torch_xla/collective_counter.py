@@ -90,7 +90,14 @@ def _counted():
     finally:
         lib._set_current_graph_name(before)
     del extra
-    for path in pathlib.Path(_folders[0].name).glob(f"*{_ENDING}"):
+    paths = list(pathlib.Path(_folders[0].name).glob(f"*{_ENDING}"))
+    if not paths:
+        raise RuntimeError(
+            "XLA wrote no program to count. keras_tp has to be imported before "
+            "anything runs on XLA's devices. Received: "
+            f"XLA_FLAGS={os.environ.get('XLA_FLAGS')!r}"
+        )
+    for path in paths:
         for name, (count, size) in hlo_collectives.count(
             path.read_text()
         ).items():
