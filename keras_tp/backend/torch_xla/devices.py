@@ -26,7 +26,7 @@ def start():
 def kind():
     """Returns the type of the devices: `"cpu"`, `"tpu"` or `"gpu"`."""
     found = xr.device_type().lower()
-    return {"cuda": "gpu", "neuron": "neuron"}.get(found, found)
+    return "gpu" if found == "cuda" else found
 
 
 def count():

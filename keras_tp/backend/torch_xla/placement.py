@@ -21,11 +21,6 @@ class Placement(collections.namedtuple("Placement", ["mesh", "axes"])):
             dim.
     """
 
-    @property
-    def is_split(self):
-        """Whether a dim of the tensor is split."""
-        return any(axis is not None for axis in self.axes)
-
 
 def to_placement(layout):
     """Returns the `Placement` of a `TensorLayout`."""
