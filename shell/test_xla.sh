@@ -7,9 +7,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 make_environment .venv-xla torch-xla "pytest" torch==2.9.0 torch_xla==2.9.0
-if ! "$PYTHON" -m pip show --quiet keras-hub 2>/dev/null; then
+if ! "$PYTHON" -m pip show --quiet keras-hub tokenizers 2>/dev/null; then
     # Its text functions need TensorFlow, which the tests do without.
-    install_packages kagglehub huggingface_hub pyyaml regex
+    install_packages kagglehub huggingface_hub pyyaml regex tokenizers
     install_packages --no-deps keras-hub
 fi
 export KERAS_BACKEND=torch KERAS_TP_BACKEND=torch_xla

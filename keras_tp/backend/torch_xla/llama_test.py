@@ -3,13 +3,12 @@
 import functools
 
 import keras
+import keras_hub as hub
 import numpy as np
 import pytest
 
 from keras_tp import backend
 from keras_tp import distribution
-
-hub = pytest.importorskip("keras_hub")
 
 WORDS, LAYERS, WIDTH, HIDDEN, HEADS = 96, 2, 64, 256, 8
 BATCH, LENGTH = 4, 12
