@@ -7,13 +7,13 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 make_environment .venv-xla torch-xla "pytest" torch==2.9.0 torch_xla==2.9.0
-if ! "$PYTHON" -m pip show --quiet keras-hub tokenizers 2>/dev/null; then
+export KERAS_BACKEND=torch KERAS_TP_BACKEND=torch_xla
+export PJRT_DEVICE=CPU OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+if ! "$PYTHON" -c 'import keras_hub' 2>/dev/null; then
     # Its text functions need TensorFlow, which the tests do without.
     install_packages kagglehub huggingface_hub pyyaml regex tokenizers
     install_packages --no-deps keras-hub
 fi
-export KERAS_BACKEND=torch KERAS_TP_BACKEND=torch_xla
-export PJRT_DEVICE=CPU OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ $# -gt 0 ]; then
     export CPU_NUM_DEVICES=$1
     shift
