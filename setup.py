@@ -79,5 +79,6 @@ setup(
             "orbax-checkpoint>=0.11",
             "tensorboard",
         ],
+        "docs": ["sphinx>=9", "myst-parser>=5", "furo"],
     },
 )
