@@ -82,7 +82,8 @@ SPREAD = "|".join(
         *("resumed_runs",),
         *("rematerialization", "sequence_parallel", "stored_weights"),
         *("benchmark", "blocks", "collective_calls", "examples", "faults"),
-        *("gathers", "keras_suite", "mesh_axes", "output", "recurrent"),
+        *("gathers", "guides", "keras_suite", "mesh_axes", "output"),
+        *("recurrent",),
     )
 )
 BACKENDS = ("jax", "tensorflow", "torch")
@@ -128,6 +129,8 @@ SLOW_ON = {
         r"benchmark_test\.py::test_benchmarks_of_torch\[(data|keras_over)",
         r"collective_calls_test\.py::.*\[count_collectives\]",
         r"readme_test\.py::test_snippet_runs\[(plans-1|layouts-0)",
+        # Eight processes need more than a minute, and `verify` starts more.
+        r"guides_test\.py::test_guide_runs\[(fine_tune|debug)_",
         # Each starts two processes; one value that is no time stays.
         r"torch_launch_test\.py::test_a_time_to_wait_that_is_none"
         r"\[(soon|-3|inf|nan)",

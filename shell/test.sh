@@ -65,7 +65,7 @@ torch)
         keras_tp/backend keras_tp/{launch,startup}_test.py
         integration_tests/{benchmark,collective_calls,command_line}_test.py
         integration_tests/conformance_test.py
-        integration_tests/{engines,examples}_test.py
+        integration_tests/{engines,examples,guides}_test.py
         integration_tests/{fuzz_files,keras_suite,one_device}_test.py
         integration_tests/{output,planning,readme,stuck,train_lm}_test.py
     )
