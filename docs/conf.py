@@ -69,7 +69,10 @@ def span_to_role(match):
     """Returns a code span as code, or as a link to what it names."""
     text = re.sub(r"\s*\n\s*", " ", match[1])
     target = DOCUMENTED.get(text.removesuffix("()"))
-    return f":py:obj:`{text} <{target}>`" if target else f"``{text}``"
+    role = f":py:obj:`{text} <{target}>`" if target else f"``{text}``"
+    # In reStructuredText, a letter may follow only after an escaped space.
+    is_plural = match.string[match.end() : match.end() + 1].isalpha()
+    return role + "\\ " * is_plural
 
 
 def returns_to_field(match):

@@ -120,8 +120,9 @@ def test_every_page_is_in_the_table_of_contents():
         for block in re.findall(
             r"```\{toctree\}\n(.*?)```", page.read_text(), re.DOTALL
         ):
-            names = [x for x in block.split("\n") if x and x[0] != ":"]
-            listed |= {(page.parent / f"{x}.md").resolve() for x in names}
+            # A path alone, or `title <path>`.
+            for path in re.findall(r"^(?!:)(?:.*<)?(.+?)>?$", block, re.M):
+                listed.add((page.parent / f"{path}.md").resolve())
     pages = {page for page in DOCS.rglob("*.md") if "_build" not in page.parts}
     assert pages - listed == {DOCS / "index.md"}
     assert all(page.is_file() for page in listed)
