@@ -27,7 +27,7 @@ include_patterns = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "benchmarks/*.md",
-    "examples/*.md",
+    "examples/**.md",
     "integration_tests/README.md",
 ]
 exclude_patterns = ["docs/_build", "docs/start_page"]
