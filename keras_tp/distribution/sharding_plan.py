@@ -13,12 +13,11 @@ from keras_tp.distribution import plan_comparison
 from keras_tp.distribution.device_mesh import mesh_of_first_devices
 from keras_tp.distribution.layout_map import LayoutMap
 from keras_tp.distribution.planning import cost
-from keras_tp.distribution.planning import fully_sharded
 from keras_tp.distribution.planning import plan_file
 from keras_tp.distribution.planning import plan_text
 from keras_tp.distribution.planning import planner
+from keras_tp.distribution.planning import predictions
 from keras_tp.distribution.planning import trace
-from keras_tp.distribution.tensor_layout import axis_size
 from keras_tp.distribution.tensor_layout import axis_sizes
 from keras_tp.distribution.tensor_layout import is_uneven
 from keras_tp.distribution.tensor_layout import part_shape
@@ -155,26 +154,9 @@ class ShardingPlan:
             and `"total"` to bytes. A fully sharded plan also has `"gathered"`:
             the largest kernel and its gradient, while its layer is computed.
         """
-        if optimizer not in cost.SLOTS:
-            raise ValueError(
-                f"`optimizer` must be one of {sorted(cost.SLOTS)}. Received: "
-                f"optimizer={optimizer!r}"
-            )
-        sizes = {row: self.device_bytes(row, dtype) for row in self.variables}
-        gradients = sum(n for row, n in sizes.items() if row.trainable)
-        found = {
-            "parameters": sum(sizes.values()),
-            "gradients": gradients,
-            "slots": gradients * cost.SLOTS[optimizer],
-            "activations": self._sum(
-                self.activations, batch_size, sequence_length
-            ),
-        }
-        batch = planner.batch_axis(self.device_mesh)
-        gathered = fully_sharded.gathered_bytes(sizes, batch, self._replicas)
-        if gathered:
-            found["gathered"] = gathered
-        return {**found, "total": sum(found.values())}
+        return predictions.memory(
+            self, batch_size, sequence_length, optimizer, dtype
+        )
 
     def collectives(self, batch_size, sequence_length=None):
         """Predicts the collectives of a training step of the logical program.
@@ -194,45 +176,13 @@ class ShardingPlan:
             if there are any, to a named pair `(count, bytes)`: bytes of the
             results on one device.
         """
-        args = batch_size, sequence_length
-        batch = planner.batch_axis(self.device_mesh)
-        found = fully_sharded.collectives(self, batch)
-
-        def add(kind, sizes, parts=1):
-            found[kind] += [self._sum([size], *args) // parts for size in sizes]
-
-        along = [row.size for row in self.reductions if row.scattered]
-        parts = axis_size(self.device_mesh, self.axis)
-        sizes = [row.size for row in self.reductions if not row.scattered]
-        add("all_reduce", sizes)
-        add("all_gather", along + [row.size for row in self.gathers])
-        scattered = [row.size for row in self.gathers if row.is_scattered]
-        add("reduce_scatter", along + scattered, parts)
-        return {
-            kind: cost.CollectiveCount(len(sizes), sum(sizes))
-            for kind, sizes in found.items()
-            if sizes or kind == "all_reduce"
-        }
+        return predictions.collectives(self, batch_size, sequence_length)
 
     @property
     def needs_sequence_length(self):
         """Whether predictions need the size of other dims than the batch."""
         sizes = [row.size for row in (*self.reductions, *self.gathers)]
         return any(size.length for size in (*sizes, *self.activations))
-
-    @property
-    def _replicas(self):
-        return axis_size(self.device_mesh, planner.batch_axis(self.device_mesh))
-
-    def _sum(self, sizes, batch_size, sequence_length):
-        if sequence_length is None and any(size.length for size in sizes):
-            raise ValueError(
-                f"The inputs of {self.model_name!r} have unknown dims beside "
-                "the batch: pass `sequence_length`. Received: "
-                "sequence_length=None"
-            )
-        batch = batch_size // self._replicas
-        return sum(size.at(batch, sequence_length) for size in sizes)
 
     def device_bytes(self, row, dtype=None):
         """Returns the bytes of a `PlannedVariable` on one device.

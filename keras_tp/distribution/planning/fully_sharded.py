@@ -68,23 +68,22 @@ def gathered_bytes(sizes, axis, count):
 
 
 def collectives(plan, axis):
-    """Returns the collectives of variables and gradients in a training step.
+    """Yields the collectives of variables and gradients in a training step.
 
     Args:
         plan: `ShardingPlan`.
         axis: String, the mesh axis of the batch, or `None`.
 
-    Returns:
-        Dict of a collective's name to a list of the bytes of its results on
-        one device.
+    Yields:
+        `(row, kind, nbytes)`: a `PlannedVariable`, a collective's name, and the
+        bytes of its result on one device.
     """
-    found = {"all_reduce": [], "all_gather": [], "reduce_scatter": []}
     count = axis_size(plan.device_mesh, axis)
     for row in plan.variables if count > 1 else ():
         size, kind = plan.device_bytes(row), "all_reduce"
         if is_split(row, axis):
             kind = "reduce_scatter"
-            found["all_gather"] += [size * count] * (1 + row.gathered_again)
+            for _ in range(1 + row.gathered_again):
+                yield row, "all_gather", size * count
         if row.trainable:
-            found[kind].append(size)
-    return found
+            yield row, kind, size
