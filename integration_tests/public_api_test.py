@@ -19,7 +19,7 @@ ADDED = {
         "target_spec=None, depth=None, compiled_depths=(2, 4))"
     ),
     "count_collectives": "(model, x, y=None)",
-    "describe": "(model)",
+    "describe": "(model, slots=False)",
     "distribute_model": "(model, distribution=None)",
     "plan_sharding": (
         "(model_or_build_fn, device_mesh, input_spec=None, overrides=None, "
@@ -42,6 +42,7 @@ ADDED = {
         "(build_fn, distribution, x, y, steps=5, batch_size=None, seed=0, "
         "rtol=1e-05)"
     ),
+    "visualize": "(variable)",
 }
 KERAS_NAMES = [
     "DataParallel",

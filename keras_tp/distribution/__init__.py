@@ -21,3 +21,4 @@ from keras_tp.distribution.sharding_plan import ShardingPlan
 from keras_tp.distribution.sharding_plan import plan_sharding
 from keras_tp.distribution.tensor_parallel import TensorParallel
 from keras_tp.distribution.verification import verify
+from keras_tp.distribution.visualization import visualize

@@ -4,8 +4,8 @@ import io
 import json
 
 from keras_tp.backend.saving import atomic_files
-from keras_tp.distribution import compile_page
 from keras_tp.distribution import compiled_step
+from keras_tp.distribution.pages import compile_page
 from keras_tp.distribution.tensor_layout import format_bytes
 
 # Of XLA's custom calls; without one of them, attention is matmuls and a
@@ -260,6 +260,9 @@ class CompileReport:
         with atomic_files.replaced(path) as new:
             with open(new, "w", encoding="utf-8") as file:
                 file.write(compile_page.page(self))
+
+    def _repr_html_(self):
+        return compile_page.piece(self)
 
     def __repr__(self):
         return f"<{self.__class__.__name__} {self.title()}: {self.verdict()}>"

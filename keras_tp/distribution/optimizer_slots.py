@@ -88,7 +88,8 @@ def slots_of(optimizer):
     """
     variables = getattr(optimizer, "_trainable_variables", None) or []
     inner = []
-    for name, value in vars(optimizer).items():
+    # A model that is not compiled has no optimizer.
+    for name, value in vars(optimizer).items() if optimizer else ():
         listed = value if isinstance(value, (list, tuple)) else [value]
         inner += [v for v in listed if isinstance(v, BaseOptimizer)]
         is_own = name in ("_variables", "_trainable_variables")

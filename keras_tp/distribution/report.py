@@ -5,19 +5,22 @@ import collections
 from keras.src.distribution.distribution_lib import distribution as current
 
 from keras_tp import backend
+from keras_tp.backend.saving import atomic_files
 from keras_tp.distribution import model_state
+from keras_tp.distribution import optimizer_slots
+from keras_tp.distribution import report_text
 from keras_tp.distribution import variable_origin
 from keras_tp.distribution.derived_variables import own_variables
 from keras_tp.distribution.layout_map import variable_bytes
-from keras_tp.distribution.planning import tables
+from keras_tp.distribution.pages import report_page
 from keras_tp.distribution.planning.cost import CollectiveCount
-from keras_tp.distribution.tensor_layout import format_bytes
 
 
 class VariableReport(
     collections.namedtuple(
         "VariableReport",
-        "path role shape dtype axes bytes device_bytes why",
+        "path role shape dtype axes bytes device_bytes why slot_of",
+        defaults=[""],
     )
 ):
     """One row of a `ShardingReport`.
@@ -34,6 +37,8 @@ class VariableReport(
         why: String, why the variable is replicated, or why the backend
             gathers a split variable to compute. Empty if the variable is split
             and each device computes with its part.
+        slot_of: String, of a slot the path of its variable. Defaults to an
+            empty string.
     """
 
     @property
@@ -45,12 +50,13 @@ class VariableReport(
 class ShardingReport:
     """Layouts and bytes of a model's variables, read from the live arrays.
 
-    `print` shows a table; a long one shows repeated layers once. All sizes are
-    in bytes.
+    `print` shows a table, with repeated layers once. All sizes are in bytes.
 
     Args:
         model_name: String.
         rows: List of `VariableReport`.
+        slots: Boolean. Whether the table has a row for each slot, metric and
+            random state, too. `rows` always has them. Defaults to `False`.
 
     Attributes:
         rows: The list.
@@ -60,9 +66,10 @@ class ShardingReport:
         replicated: List of the rows that are not split.
     """
 
-    def __init__(self, model_name, rows):
+    def __init__(self, model_name, rows, slots=False):
         self.model_name = model_name
         self.rows = rows
+        self._slots = slots
         self.total_bytes = sum(row.bytes for row in rows)
         self.split_bytes = sum(row.bytes for row in rows if row.is_split)
         counted = collections.Counter()
@@ -96,38 +103,23 @@ class ShardingReport:
         )
 
     def __str__(self):
-        columns = {
-            **dict.fromkeys(
-                ("variable", "role", "shape", "layout"), tables.FOLD
-            ),
-            **dict.fromkeys(("size", "per device"), tables.RIGHT),
-            "whole because": tables.FOLD,
-        }
-        rows = [
-            (
-                row.path,
-                row.role,
-                str(row.shape),
-                "one device" if row.axes is None else str(row.axes),
-                format_bytes(row.bytes),
-                format_bytes(max(row.device_bytes.values(), default=0)),
-                row.why,
-            )
-            for row in self.rows
-        ]
-        total = format_bytes(self.total_bytes)
-        rows, said = tables.repeats_joined(rows)
-        return tables.text_of(
-            (f"Sharding of {self.model_name}", columns, rows),
-            *([said] if said else []),
-            *(
-                f"{device}: {format_bytes(held)} of {total}"
-                for device, held in sorted(self.device_bytes.items())
-            ),
-        )
+        return report_text.text(self, self._slots)
+
+    def to_html(self, path):
+        """Writes the report as one HTML page, which needs no network.
+
+        Args:
+            path: String or path-like, the file to write.
+        """
+        with atomic_files.replaced(path) as new:
+            with open(new, "w", encoding="utf-8") as file:
+                file.write(report_page.page(self))
+
+    def _repr_html_(self):
+        return report_page.piece(self)
 
 
-def describe(model):
+def describe(model, slots=False):
     """Reports how the variables of a model are split over the devices.
 
     A collective: in a run of several processes, every process must call this.
@@ -143,6 +135,9 @@ def describe(model):
     Args:
         model: A built Keras model. Its optimizer slots, metrics and random
             state are reported too.
+        slots: Boolean. Whether the printed table lists each of those, too.
+            Otherwise the slots of a variable are a column. Defaults to
+            `False`.
 
     Returns:
         A `ShardingReport`, read from the live arrays.
@@ -157,6 +152,12 @@ def describe(model):
         id(variable): layer
         for layer in model._flatten_layers()
         for variable in own_variables(layer)
+    }
+    owners = {
+        id(slot): variable.path
+        for slot, variable, _ in optimizer_slots.slots_of(
+            getattr(model, "optimizer", None)
+        )
     }
     rows = []
     for variable, role in model_state.variables_of(model):
@@ -173,9 +174,10 @@ def describe(model):
                 why=_why_gathered(variable, layers)
                 if any(axes or ())
                 else _why_replicated(variable, role, axes, distribution),
+                slot_of=owners.get(id(variable), ""),
             )
         )
-    return ShardingReport(model.name, rows)
+    return ShardingReport(model.name, rows, slots)
 
 
 def count_collectives(model, x, y=None):

@@ -12,6 +12,8 @@ from keras_tp.distribution import arguments
 from keras_tp.distribution import plan_comparison
 from keras_tp.distribution.device_mesh import mesh_of_first_devices
 from keras_tp.distribution.layout_map import LayoutMap
+from keras_tp.distribution.pages import pictures
+from keras_tp.distribution.pages import plan_page
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning import plan_file
 from keras_tp.distribution.planning import plan_text
@@ -244,13 +246,46 @@ class ShardingPlan:
         """Returns the plan as JSON: a line for each variable and collective."""
         return plan_file.text_of(self)
 
-    def to_html(self, path):
-        """Writes the plan as one self-contained HTML page.
+    def to_html(
+        self,
+        path,
+        batch_size=None,
+        sequence_length=None,
+        optimizer="adam",
+        target=None,
+    ):
+        """Writes the plan as one HTML page, which needs no network.
+
+        The page says the biggest problem first. It shows the memory and the
+        communication of a training step, which the reader can change, the
+        model's dataflow, and all variables.
 
         Args:
             path: String or path-like, the file to write.
+            batch_size: Int, the global batch size of the step that is shown
+                first. Defaults to 8 for each replica of the model.
+            sequence_length: Int, its sequence length. Defaults to 1024, if
+                the plan needs one.
+            optimizer: String, as for `memory`. Defaults to `"adam"`.
+            target: String, an accelerator that `compile_for` knows, such as
+                `"h100"`; its memory is shown beside. Defaults to `None`.
         """
-        _replace(path, plan_text.page(self))
+        step = batch_size, sequence_length, optimizer, target
+        _replace(path, plan_page.page(self, *step))
+
+    def plot(self, path):
+        """Draws the model's dataflow, with its splits and sums, to a file.
+
+        Repeated layers are drawn once.
+
+        Args:
+            path: String or path-like, such as `"plan.svg"`. For a file that
+                ends in `.png`, the package `cairosvg` must be installed.
+        """
+        pictures.write(path, plan_page.picture(self))
+
+    def _repr_html_(self):
+        return plan_page.piece(self)
 
     def save(self, path):
         """Writes the plan to a file, with a digest; `load` reads it.

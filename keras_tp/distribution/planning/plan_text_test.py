@@ -1,5 +1,3 @@
-import types
-
 from keras_tp.distribution.device_mesh import DeviceMesh
 from keras_tp.distribution.planning import cost
 from keras_tp.distribution.planning import plan_text
@@ -34,12 +32,6 @@ def plan(variables, reductions, gathers=()):
     )
 
 
-def test_how_a_size_grows():
-    one = reduction("up", size=(8, 1, 1, -1, 1))
-    text = plan_text.page(plan([variable("up/kernel")], [one]))
-    assert "8 B x (batch + 1) x (length + -1)" in text
-
-
 def test_table():
     rows = [
         variable("up/kernel", (None, "model")),
@@ -53,40 +45,29 @@ def test_table():
     assert "No rule for Fold (first in 'f')" in text
 
 
-def test_page_escapes_names_and_marks_dims():
-    rows = [variable("up/kernel", (None, "model"))]
-    page = plan_text.page(plan(rows, [reduction("up", backward=True)]))
-    assert "a&lt;b" in page and "a<b" not in page
-    assert "its &lt;why&gt;" in page
-    assert "<span class='dim split'>6 model</span>" in page
-    assert "gradient of its input is summed" in page
-    assert "8 B x batch x length x length" in page
+def test_repeated_layers_are_shown_once(monkeypatch):
+    rows = [
+        variable(f"block_{n}/{name}/kernel", axes)
+        for n in range(12)
+        for name, axes in (("up", (None, "model")), ("down", ("model", None)))
+    ]
+    for width in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        text = plan_text.table(plan(rows, []))
+        lines = text.splitlines()
+        assert max(map(len, lines)) <= width
+        at = lines.index("12 x block_[0-11]")
+        assert lines[at + 1].startswith("  up/kernel")
+        assert text.count("kernel") == 2
+        assert "stands for 12 layers" in text
+    rows[7] = variable("block_3/down/kernel")
+    text = plan_text.table(plan(rows, []))
+    assert "3 x block_[0-2]" in text and "8 x block_[4-11]" in text
+    assert "block_3/down/kernel" in text
 
 
 def test_outputs_that_are_gathered():
     rows = [variable(f"{name}/kernel") for name in ("up", "down")]
     gathers = [PlannedGather("up", (None, "model"), False, cost.Size(64, 1, 0))]
-    made = plan(rows, [], gathers)
-    text = " ".join(plan_text.table(made).split())
+    text = " ".join(plan_text.table(plan(rows, [], gathers)).split())
     assert "in a training step, 1 outputs gathered." in text
-    page = plan_text.page(made)
-    assert page.count("output is gathered from the devices, 64 B x batch") == 1
-    assert page.index("gathered from") < page.index("<h2>down")
-    assert "gathered" not in plan_text.page(plan(rows, []))
-
-
-def test_sums_stand_between_the_layers_that_they_follow():
-    rows = [variable(f"{name}/kernel") for name in ("table", "up", "down")]
-    sums = [reduction(path) for path in ("table", "add", "down", "table")]
-    made = types.SimpleNamespace(variables=rows, reductions=sums)
-    found = [
-        (path, [v.path for v in variables], [s.path for s in sums])
-        for path, variables, sums in plan_text._in_order(made)
-    ]
-    assert found == [
-        ("table", ["table/kernel"], ["table"]),
-        ("up", ["up/kernel"], []),
-        ("", [], ["add"]),
-        ("down", ["down/kernel"], ["down"]),
-        ("", [], ["table"]),
-    ]

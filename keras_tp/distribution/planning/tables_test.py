@@ -22,47 +22,52 @@ def test_it_is_as_wide_as_the_terminal(monkeypatch):
         assert max(map(len, lines)) == width
 
 
-def rows_of(count):
-    return [
-        (f"model/block_{n}/{name}", "(2, 2)", layout)
-        for n in range(count)
-        for name, layout in [("up/kernel", "column"), ("down/kernel", "row")]
+COLUMNS = {
+    "variable": tables.FOLD,
+    "size": tables.RIGHT,
+    "why": tables.FOLD,
+}
+NAME = "attention/output/kernel"
+
+
+def listed(width, monkeypatch, note):
+    monkeypatch.setenv("COLUMNS", str(width))
+    groups = [
+        ("", [("words/embeddings", "12 B", "")]),
+        ("12 x block_[0-11]", [(NAME, "5 B", note)]),
     ]
+    text = tables.listing("Title", COLUMNS, groups, "a line " * 30)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    return lines
 
 
-def test_repeated_layers_are_joined_in_a_long_table():
-    rows = [
-        ("model/words/embeddings", "(9, 2)", "row"),
-        *rows_of(60),
-        ("model/head/kernel", "(2, 9)", "column"),
-    ]
-    joined, said = tables.repeats_joined(rows)
-    assert joined == [
-        ("model/words/embeddings", "(9, 2)", "row"),
-        ("60 x model/block_[0-59]/up/kernel", "(2, 2)", "column"),
-        ("60 x model/block_[0-59]/down/kernel", "(2, 2)", "row"),
-        ("model/head/kernel", "(2, 9)", "column"),
-    ]
-    assert "sizes are those of one" in said
+def test_a_listing_indents_groups_and_has_notes_beside(monkeypatch):
+    lines = listed(120, monkeypatch, "its reason")
+    assert lines[0] == "Title"
+    assert lines[2].split() == ["variable", "size", "why"]
+    assert lines[4].split() == ["words/embeddings", "12", "B"]
+    assert lines[5] == "12 x block_[0-11]"
+    assert lines[6].split("  ")[1:] == [NAME, " 5 B", "its reason"]
+    assert lines[6].index("its") == lines[2].index("why")
 
 
-def test_a_layer_that_differs_has_a_row_of_its_own():
-    rows = rows_of(60)
-    rows[7] = (*rows[7][:2], "whole")
-    joined, _ = tables.repeats_joined(rows)
-    assert joined == [
-        ("60 x model/block_[0-59]/up/kernel", "(2, 2)", "column"),
-        ("59 x model/block_[0-59]/down/kernel", "(2, 2)", "row"),
-        ("model/block_3/down/kernel", "(2, 2)", "whole"),
-    ]
+def test_notes_stand_below_if_there_is_no_room(monkeypatch):
+    monkeypatch.setitem(COLUMNS, "size", tables.RIGHT)
+    lines = listed(80, monkeypatch, "word " * 40)
+    (at,) = [k for k, line in enumerate(lines) if NAME in line]
+    assert lines[at].endswith("word")
+    groups = [("", [("x" * 60, "5 B", "word " * 40)])]
+    lines = tables.listing("Title", COLUMNS, groups).splitlines()
+    assert lines[4].endswith("5 B")
+    assert lines[5].startswith("      word word")
+    assert max(map(len, lines)) <= 80
 
 
-def test_a_number_that_is_the_same_is_kept():
-    rows = [(f"model_2/block_{n}/conv2d/kernel", "x") for n in range(101)]
-    joined, _ = tables.repeats_joined(rows)
-    assert joined == [("101 x model_2/block_[0-100]/conv2d/kernel", "x")]
-
-
-def test_a_short_table_has_all_rows():
-    rows = rows_of(50)
-    assert tables.repeats_joined(rows) == (rows, "")
+def test_a_name_without_room_has_a_line_of_its_own(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    groups = [("", [("x" * 78, "5 B", ""), ("short", "6 B", "")])]
+    lines = tables.listing("Title", COLUMNS, groups).splitlines()
+    assert lines[4] == "x" * 78
+    assert lines[5].strip() == "5 B"
+    assert lines[6].split() == ["short", "6", "B"]

@@ -1,0 +1,169 @@
+"""Folds repeated layers into one."""
+
+import collections
+import re
+
+# A number in a name, and the underscore that Keras sets before it: `dense` is
+# the first of `dense_1` and `dense_2`.
+_NUMBER = re.compile(r"_?\d+")
+# The most layers that a repeated block may have.
+_LONGEST = 200
+
+
+class Fold(collections.namedtuple("Fold", "members")):
+    """A run of equal blocks of layers, or one layer.
+
+    Args:
+        members: List of lists of layers; the lists have one length. The first
+            stands for all.
+    """
+
+    @property
+    def times(self):
+        return len(self.members)
+
+    @property
+    def sample(self):
+        """The layers of the first block."""
+        return self.members[0]
+
+    def title(self):
+        """Returns the name of a repeated block, or of a group of layers.
+
+        It is empty for one layer.
+        """
+        if self.times == 1:
+            return ""
+        names = [
+            common_path([layer.path for layer in member])
+            for member in self.members
+        ]
+        name = span(names) if all(names) else ""
+        return f"{self.times} x {name}".rstrip()
+
+    def prefix(self):
+        """Returns the path that all layers of the first block begin with.
+
+        It is empty for one layer.
+        """
+        if self.times == 1:
+            return ""
+        return common_path([layer.path for layer in self.sample])
+
+    def name(self, position):
+        """Returns how many the layers at a position are, and their path."""
+        times = f"{self.times} x " * (self.times > 1)
+        return f"{times}{span(self.paths(position))}"
+
+    def paths(self, position):
+        """Returns the paths of the layers at a position of the blocks."""
+        return [member[position].path for member in self.members]
+
+
+def without_numbers(text):
+    """Returns a text that is the same for layers that differ in a number."""
+    return _NUMBER.sub("", text)
+
+
+def fold(layers, key):
+    """Folds runs of blocks of layers that are alike.
+
+    The run that covers the most layers is folded; of several, the one with the
+    shortest block.
+
+    Args:
+        layers: List of objects with a `path`, in their order.
+        key: Function of a layer that returns a hashable value. Layers with
+            equal values are alike.
+
+    Returns:
+        List of `Fold`.
+    """
+    keys = [key(layer) for layer in layers]
+    found, start = [], 0
+    while start < len(layers):
+        size, times = _longest_run(keys, start)
+        members = [
+            layers[start + k * size : start + (k + 1) * size]
+            for k in range(times)
+        ]
+        found.append(Fold(members))
+        start += size * times
+    return found
+
+
+def _longest_run(keys, start):
+    """Returns the size of a block that repeats, and how often it does."""
+    best, left = (1, 1), len(keys) - start
+    for size in range(1, min(left // 2, _LONGEST) + 1):
+        block, times = keys[start : start + size], 1
+        while keys[start + times * size : start + (times + 1) * size] == block:
+            times += 1
+        if times > 1 and size * times > best[0] * best[1]:
+            best = size, times
+    return best
+
+
+def common_path(paths):
+    """Returns the leading parts that all paths have, as one path."""
+    shared = []
+    for parts in zip(*(path.split("/") for path in paths)):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return "/".join(shared)
+
+
+def below(path, prefix):
+    """Returns the part of a path after a prefix of it."""
+    return path.removeprefix(prefix).lstrip("/") or path
+
+
+def span(paths):
+    """Returns one text for paths that differ in their numbers.
+
+    Such as `block_[0-11]/up` for 12 of them, or `dense ... dense_3`.
+    """
+    if len(set(paths)) == 1:
+        return paths[0]
+    numbers = [re.findall(r"\d+", path) for path in paths]
+    bare = {re.sub(r"\d+", "#", path) for path in paths}
+    if len(bare) > 1:
+        return f"{paths[0]} ... {paths[-1]}"
+    texts = [
+        column[0] if len(set(column)) == 1 else f"[{column[0]}-{column[-1]}]"
+        for column in zip(*numbers)
+    ]
+    return re.sub(r"\d+", lambda found: texts.pop(0), paths[0])
+
+
+def groups(rows, key, row_of):
+    """Returns the groups of a `tables.listing`, and a sentence about them.
+
+    Args:
+        rows: List of objects with a `path`.
+        key: Function of a row; see `fold`.
+        row_of: Function of a row and a name that returns a list of strings.
+
+    Returns:
+        List of `(heading, rows)`, and a list of strings, empty if no layer is
+        repeated.
+    """
+    found, is_folded = [], False
+    for one in fold(rows, key):
+        title, prefix = one.title(), one.prefix()
+        is_folded |= one.times > 1
+        if one.times > 1 and len(one.sample) == 1:
+            title, prefix = "", ""
+        listed = [
+            row_of(row, below(row.path, prefix) if prefix else one.name(index))
+            for index, row in enumerate(one.sample)
+        ]
+        if not title and found and not found[-1][0]:
+            found[-1][1].extend(listed)
+        else:
+            found.append((title, listed))
+    sentence = (
+        "`12 x` stands for 12 layers that are alike; sizes are those of one."
+    )
+    return found, [sentence] * is_folded
