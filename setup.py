@@ -59,6 +59,7 @@ setup(
         "keras_tp_pytest",
     ],
     package_dir={"keras_tp_pytest": PLUGIN.replace(".", "/")},
+    package_data={"keras_tp.distribution.pages": ["*.css", "*.js"]},
     python_requires=">=3.11",
     entry_points={
         "console_scripts": ["keras-tp = keras_tp.__main__:main"],

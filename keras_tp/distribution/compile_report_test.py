@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from integration_tests import html_pages
 from keras_tp.backend.program_steps import COMPUTE
 from keras_tp.backend.program_steps import DONE
 from keras_tp.backend.program_steps import Step
@@ -175,10 +176,29 @@ def test_json_and_html(report, tmp_path):
     assert found["fits"] is True
     assert found["accelerator"]["source"] == "made up"
     report.to_html(tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text()
-    assert "all_reduce" in text
-    assert "<script" not in text
-    assert "width: 60.00%" in text
+    page = html_pages.Page((tmp_path / "report.html").read_text())
+    assert "waits for communication in 40% of the step" in page.text
+    assert "all-reduce" in page.text and "run beside" in page.text
+    widths = {
+        tag["data-part"]: tag["width"]
+        for _, tag in page.attributes
+        if "data-part" in tag and "width" in tag
+    }
+    # Of a memory of 100 bytes, and of a step of 10 seconds.
+    assert widths["arguments"] == "60.000%"
+    assert widths["temporaries"] == "30.000%"
+    assert widths["waiting"] == "40.000%"
+
+
+def test_a_notebook_shows_a_piece_of_the_page(report):
+    page = html_pages.Page(report._repr_html_())
+    assert "model on 2 x Slow" in page.text
+    report.memory_limit = 89
+    page = html_pages.Page(report._repr_html_())
+    # First of all, that it does not fit.
+    assert page.classes.index("problem") < page.classes.index("bar")
+    assert "The step does not fit in" in page.text
+    assert "over" in page.classes
 
 
 def test_a_report_of_one_model_has_no_law(report):

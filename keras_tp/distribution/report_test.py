@@ -7,6 +7,8 @@ from keras import layers
 
 from integration_tests import harness
 from keras_tp import distribution as dist
+from keras_tp.distribution.report import ShardingReport
+from keras_tp.distribution.report import VariableReport
 
 
 def model_parallel(patterns, *shape):
@@ -106,6 +108,65 @@ def test_printed_and_as_json():
     assert json.loads(json.dumps(report.to_dict()))["model"] == "net"
     with pytest.raises(KeyError, match="net/up/karnel"):
         report["net/up/karnel"]
+
+
+def test_slots_are_a_column_or_rows():
+    with model_parallel(PATTERNS, 1, 2).scope():
+        model = mlp()
+        model.fit(X, Y, verbose=0)
+    report = dist.describe(model)
+    slots = [r for r in report.rows if r.slot_of == "net/up/kernel"]
+    assert [r.role for r in slots] == ["slot", "slot"]
+    text = str(report)
+    held = 288 // harness.fitted((1, 2))[1]
+    (line,) = [x for x in text.splitlines() if "net/up/kernel" in x]
+    assert f"2 x {held} B" in line
+    assert slots[0].path not in text
+    assert "Not listed: " in text and "describe(model, slots=True)" in text
+    # The data has all, whatever is printed.
+    every = dist.describe(model, slots=True)
+    assert every.rows == report.rows
+    for row in every.rows:
+        assert row.path in str(every)
+    assert "Not listed" not in str(every)
+
+
+def test_repeated_layers_are_grouped(monkeypatch):
+    rows = [
+        VariableReport(
+            *(f"net/block_{n}/{name}/kernel", "weight", (64, 64), "float32"),
+            *((None, "model"), 16384, {"cpu:0": 8192, "cpu:1": 8192}, ""),
+        )
+        for n in range(12)
+        for name in ("up", "down")
+    ]
+    report = ShardingReport("net", rows)
+    for width in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = str(report).splitlines()
+        assert max(map(len, lines)) <= width
+        assert "12 x net/block_[0-11]" in lines
+        assert sum("kernel" in line for line in lines) == 2
+    # One that holds more has a row of its own.
+    held = {"cpu:0": 16384, "cpu:1": 16384}
+    rows[6] = rows[6]._replace(device_bytes=held, axes=(None, None))
+    assert "net/block_3/up/kernel" in str(report)
+
+
+def test_slots_that_are_split_further():
+    weight = VariableReport(
+        *("net/kernel", "weight", (4, 4), "float32", (None, None)),
+        *(64, {"cpu:0": 64, "cpu:1": 64}, "replicated"),
+    )
+    slot = weight._replace(
+        path="adam/kernel_momentum",
+        role="slot",
+        axes=("batch", None),
+        device_bytes={"cpu:0": 32, "cpu:1": 32},
+        slot_of="net/kernel",
+    )
+    text = str(ShardingReport("net", [weight, slot]))
+    assert "32 B, split further" in text
 
 
 def test_count_collectives_changes_nothing():

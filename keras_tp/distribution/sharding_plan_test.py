@@ -1,5 +1,5 @@
-import html.parser
 import json
+import re
 
 import keras
 import numpy as np
@@ -7,6 +7,7 @@ import pytest
 from keras import layers
 
 from integration_tests import harness
+from integration_tests import html_pages
 from keras_tp import distribution
 from keras_tp.distribution import ShardingPlan
 
@@ -124,36 +125,32 @@ def test_summary_names_everything():
     }
 
 
-class _Text(html.parser.HTMLParser):
-    """Collects text and checks that every element is closed."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.text = [], []
-
-    def handle_starttag(self, tag, attrs):
-        assert tag not in ("script", "link", "img")
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
 def test_page(tmp_path):
     path = harness.own_folder(tmp_path) / "plan.html"
-    plan().to_html(path)
-    parser = _Text()
-    parser.feed(path.read_text(encoding="utf-8"))
-    assert not parser.open
-    text = " ".join(parser.text)
-    for part in ("up", "16 model", "normalized over this dim", "160 B"):
-        assert part in text
+    plan().to_html(path, batch_size=16, target="v5e")
+    page = html_pages.Page(path.read_text(encoding="utf-8"))
+    for part in ("up/ kernel", "16 model", "normalized over this dim", "160 B"):
+        assert part in page.text
     # The output of the pair, and the gradient of what it takes in.
-    assert text.count("summed over the devices,") == 2
+    assert "2 x all-reduce" in page.text
+    assert "of 16.00 GiB (Cloud TPU v5e)" in page.text
+    with pytest.raises(ValueError, match="`target` must be one of"):
+        plan().to_html(path, target="h1000")
+
+
+def test_pictures(tmp_path):
+    folder = harness.own_folder(tmp_path)
+    plan().plot(folder / "plan.svg")
+    text = (folder / "plan.svg").read_text(encoding="utf-8")
+    assert text.startswith("<?xml") and "up" in text
+    with pytest.raises(ValueError, match="ends in `.svg` or `.png`"):
+        plan().plot(folder / "plan.jpg")
+
+
+def test_a_notebook_shows_a_piece_of_a_page():
+    page = html_pages.Page(plan()._repr_html_())
+    assert "Sharding plan of mlp" in page.text
+    assert "script" not in [tag for tag, _ in page.attributes]
 
 
 class Tied(layers.Layer):
@@ -180,7 +177,7 @@ def build_tied():
 
 
 def test_the_order_is_that_of_the_forward_pass(tmp_path):
-    """Of variables, sums, and both on the page; the names say the opposite."""
+    """Of variables, sums, and both in the picture; names say the opposite."""
     made = distribution.plan_sharding(build_tied, harness.mesh((1, 2)))
     layer_names = ["z_table", "y_up", "x_down", "w_norm", "b_up", "a_down"]
     paths = [row.path.rpartition("/")[0] for row in made.variables]
@@ -196,15 +193,13 @@ def test_the_order_is_that_of_the_forward_pass(tmp_path):
     ]
     path = harness.own_folder(tmp_path) / "tied.html"
     made.to_html(path)
-    parser = _Text()
-    parser.feed(path.read_text(encoding="utf-8"))
-    seen = [
-        text
-        for text in map(str.strip, parser.text)
-        if text in layer_names or "summed over the devices," in text
-    ]
-    heads = [text if text in layer_names else text[:4] for text in seen]
-    assert heads == [
-        *("z_table", "Take", "y_up", "Matm", "x_down", "Matm", "w_norm"),
-        *("b_up", "Matm", "a_down", "Matm", "a_he"),
+    text = path.read_text(encoding="utf-8")
+    text = text[text.index("class='flow'") :]
+    seen = re.findall(
+        r"class='name'[^>]*>(?:<title>[^<]*</title>)?(\w+)|class='node (\w+)",
+        text,
+    )
+    assert [name or kind for name, kind in seen] == [
+        *("z_table", "sum", "gradient", "y_up", "x_down", "sum", "w_norm"),
+        *("gradient", "b_up", "a_down", "sum", "gradient", "a_head"),
     ]

@@ -70,7 +70,7 @@ class _Drawing:
         self._terminal("outputs, split" if is_split else "outputs")
         if unused:
             self._y += _GAP
-            self._text(16, self._y + 14, "not in the forward pass", "faint")
+            self._text(16, self._y + 14, "not in the forward pass", "detail")
             self._y += _HEAD
             for fold in unused:
                 for position, layer in enumerate(fold.sample):
@@ -153,7 +153,7 @@ class _Drawing:
             130, y + 20, _short(name or whole_name, 38), "name", main.why
         )
         self._text(
-            130, y + 36, f"{shape}, {kind}, {format_bytes(held)}", "faint"
+            130, y + 36, f"{shape}, {kind}, {format_bytes(held)}", "detail"
         )
 
     # -- wires ---------------------------------------------------------------
@@ -228,7 +228,7 @@ class _Drawing:
         self._parts.append(
             f"<circle class='end' cx='{_WIRE}' cy='{y + 6}' r='5'/>"
         )
-        self._text(84, y + 10, text, "faint")
+        self._text(84, y + 10, text, "detail")
         self._y += 12
 
     def _line(self, x1, y1, x2, y2, kind):

@@ -142,8 +142,8 @@
     const verdict = one("verdict");
     const fits = target && total <= target.memory;
     verdict.textContent = !target ? "on each device" :
-      `${fits ? "of" : "does not fit in"} ${bytes(target.memory)} of an ` +
-      target.title;
+      `${fits ? "of" : "does not fit in"} ${bytes(target.memory)} ` +
+      `(${target.title})`;
     verdict.classList.toggle("over", Boolean(target) && !fits);
     const sent = data.rows.map((row) => Object.fromEntries(
       Object.entries(row).map(([kind, sizes]) => [kind, sum(sizes, b, l)])));

@@ -154,7 +154,7 @@ def _memory(memory, step):
         limit = target.memory
         over = " over" if total > limit else ""
         word = "does not fit in" if over else "of"
-        verdict = f"{word} {format_bytes(limit)} of an {target.title}"
+        verdict = f"{word} {format_bytes(limit)} ({target.title})"
     label = ", ".join(
         f"{charts.NAMES[name]} {format_bytes(size)}"
         for name, size in parts.items()

@@ -69,7 +69,8 @@ def fold(layers, key):
     """Folds runs of blocks of layers that are alike.
 
     The run that covers the most layers is folded; of several, the one with the
-    shortest block.
+    shortest block. A block begins where the numbers of its layers do: after
+    `down_3`, with `up_4` and not with `down_3` itself.
 
     Args:
         layers: List of objects with a `path`, in their order.
@@ -83,6 +84,8 @@ def fold(layers, key):
     found, start = [], 0
     while start < len(layers):
         size, times = _longest_run(keys, start)
+        if _begins_later(layers, keys, start, size):
+            size = times = 1
         members = [
             layers[start + k * size : start + (k + 1) * size]
             for k in range(times)
@@ -92,16 +95,37 @@ def fold(layers, key):
     return found
 
 
+def _begins_later(layers, keys, start, size):
+    """Returns whether a run of blocks fits the numbers of layers better."""
+    if _has_one_number(layers[start : start + size]):
+        return False
+    return any(
+        _has_one_number(layers[at : at + size]) and _times(keys, at, size) > 1
+        for at in range(start + 1, start + size)
+    )
+
+
+def _has_one_number(layers):
+    found = [re.search(r"\d+", layer.path) for layer in layers]
+    return len({number and number[0] for number in found}) == 1
+
+
 def _longest_run(keys, start):
     """Returns the size of a block that repeats, and how often it does."""
     best, left = (1, 1), len(keys) - start
     for size in range(1, min(left // 2, _LONGEST) + 1):
-        block, times = keys[start : start + size], 1
-        while keys[start + times * size : start + (times + 1) * size] == block:
-            times += 1
+        times = _times(keys, start, size)
         if times > 1 and size * times > best[0] * best[1]:
             best = size, times
     return best
+
+
+def _times(keys, start, size):
+    """Returns how often a block of this size is repeated from here on."""
+    block, times = keys[start : start + size], 1
+    while keys[start + times * size : start + (times + 1) * size] == block:
+        times += 1
+    return times
 
 
 def common_path(paths):

@@ -46,6 +46,17 @@ def test_a_layer_that_differs_ends_the_run():
     ]
 
 
+def test_a_block_begins_where_its_numbers_do():
+    blocks = [f"block_{n}/{name}" for n in range(4) for name in "abc"]
+    found = fold(*blocks, kinds={0: "other"})
+    assert [(one.times, one.sample[0].path) for one in found] == [
+        (1, "block_0/a"),
+        (1, "block_0/b"),
+        (1, "block_0/c"),
+        (3, "block_1/a"),
+    ]
+
+
 def test_the_first_layer_of_a_name_has_no_number():
     (one,) = fold("dense", "dense_1", "dense_2")
     assert one.times == 3
