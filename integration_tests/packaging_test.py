@@ -23,8 +23,13 @@ def test_a_wheel_has_all_modules_and_only_the_suite_of_tests(tmp_path):
         capture_output=True,
         timeout=120,
     )
-    built = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.py")}
-    sources = {path.relative_to(ROOT) for path in ROOT.glob("keras_tp/**/*.py")}
+    ends = ".py", ".css", ".js"
+
+    def files(root, folder):
+        found = (root / folder).rglob("*")
+        return {p.relative_to(root) for p in found if p.suffix in ends}
+
+    built, sources = files(tmp_path, "."), files(ROOT, "keras_tp")
     suite = pathlib.Path("keras_tp", "testing")
     tests = {
         path

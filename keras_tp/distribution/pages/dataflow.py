@@ -81,12 +81,12 @@ class _Drawing:
     def _fold(self, fold):
         self._wire(_GAP)
         prefix, top, mark = fold.prefix(), self._y, len(self._parts)
-        if fold.times > 1:
+        if fold.title():
             self._wire(_HEAD)
             self._text(84, top + 18, _short(fold.title()), "block")
         for position, layer in enumerate(fold.sample):
             self._layer(fold, position, layer, prefix)
-        if fold.times > 1:
+        if fold.title():
             self._wire(4)
             frame = (
                 f"<rect class='around' x='6' y='{top}' width='{WIDTH - 12}' "
@@ -115,7 +115,7 @@ class _Drawing:
             # A lookup, or a product whose input each device has whole.
             self._fork([], False)
             self._state = _SPLIT
-        self._wire(top + _ROW - self._y)
+        self._wire(max(top + _ROW - self._y, 6))
         end, self._y = self._y, top
         self._describe(fold, position, layer, prefix)
         self._y = end
@@ -130,7 +130,7 @@ class _Drawing:
         """Draws the matrix of a layer, its name, shape and bytes."""
         main, y = layer.main, self._y
         mark = layer.mark
-        if mark == plan_layers.WHOLE and main.is_split:
+        if mark == plan_layers.WHOLE and layer.is_split(main):
             # A vector beside activations that are split.
             mark = plan_layers.COLUMN
         self._parts.append(
@@ -147,7 +147,9 @@ class _Drawing:
             plan_layers.COLUMN: "column",
             plan_layers.ROW: "row",
         }
-        kind = words.get(layer.mark, "whole" if not main.is_split else "split")
+        kind = words.get(
+            layer.mark, "whole" if not layer.is_split(main) else "split"
+        )
         shape = " x ".join(map(str, main.shape)) or "scalar"
         self._text(
             130, y + 20, _short(name or whole_name, 38), "name", main.why

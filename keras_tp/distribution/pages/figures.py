@@ -87,7 +87,7 @@ def communication_rows(plan, folds):
             if own:
                 label = folding.span(fold.paths(position)) or plan.model_name
                 name = folding.below(fold.sample[position].path, fold.prefix())
-                name = name if fold.prefix() else label
+                name = name if fold.times > 1 and fold.prefix() else label
                 rows.append(CommunicationRow(label, name, fold.times, own))
     for path, own in found.items():
         rows.append(CommunicationRow(path, path, 1, own))

@@ -87,10 +87,14 @@ def of_plan(plan, folds, memory, assumed):
         found.append(Finding(NOTE, text, f"Reason: {_once(others[0].why)}."))
     share = memory["activations"] / max(memory["total"], 1)
     if share > 0.5:
-        is_split = any(row.scattered for row in plan.reductions)
-        hint = "`sequence_parallel=True` splits those between layers."
+        sums = plan.reductions
+        is_split = any(row.scattered for row in sums)
+        has_sequence = any(row.size.length for row in sums)
+        hint = ""
+        if has_sequence and not is_split:
+            hint = "`sequence_parallel=True` splits those between layers."
         text = f"Activations are {share:.0%} of the memory of a step {assumed}."
-        found.append(Finding(NOTE, text, "" if is_split else hint))
+        found.append(Finding(NOTE, text, hint))
     return found + [_of_split(plan, memory["parameters"])]
 
 

@@ -85,14 +85,21 @@
   // -- memory and communication of a step -----------------------------------
 
   if (!data.rows) { return; }
+  // As Python rounds: a half to the even digit.
+  const rounded = (size) => {
+    const low = Math.floor(size * 100);
+    const rest = size * 100 - low;
+    const isUp = rest > 0.5 || (rest === 0.5 && low % 2 === 1);
+    return ((low + isUp) / 100).toFixed(2);
+  };
   const bytes = (size) => {
     for (const unit of ["B", "KiB", "MiB"]) {
       if (size < 1024) {
-        return unit === "B" ? `${size} B` : `${size.toFixed(2)} ${unit}`;
+        return unit === "B" ? `${size} B` : `${rounded(size)} ${unit}`;
       }
       size /= 1024;
     }
-    return `${size.toFixed(2)} GiB`;
+    return `${rounded(size)} GiB`;
   };
   const at = ([coefficient, batch, length, offset, added, parts, times], b, l) =>
     times * Math.floor(

@@ -4,13 +4,14 @@ import collections
 import itertools
 
 from keras_tp.distribution.planning import folding
+from keras_tp.distribution.tensor_layout import axis_names
 
 COLUMN, ROW, WHOLE, UNUSED = "column", "row", "whole", "unused"
 # In the obstacles of variables that the traced forward pass does not use.
 _NOT_USED = "not in the forward pass"
 
 
-class Layer(collections.namedtuple("Layer", "path rows sums gathers")):
+class Layer(collections.namedtuple("Layer", "path rows sums gathers axis")):
     """A layer of a plan.
 
     Args:
@@ -18,12 +19,13 @@ class Layer(collections.namedtuple("Layer", "path rows sums gathers")):
         rows: List of `PlannedVariable`. Empty for sums between layers.
         sums: List of `PlannedReduction`.
         gathers: List of `PlannedGather`.
+        axis: String, the mesh axis that splits the model, or `None`.
     """
 
     @property
     def mark(self):
         """How its matrices are split: along their outputs or their inputs."""
-        split = [row for row in self.rows if row.is_split]
+        split = [row for row in self.rows if self.is_split(row)]
         if self.rows and all(is_unused(row) for row in self.rows):
             return UNUSED
         if any(not row.backward for row in self.sums) and split:
@@ -33,7 +35,15 @@ class Layer(collections.namedtuple("Layer", "path rows sums gathers")):
     @property
     def main(self):
         """The largest of its variables, a split one if there is any."""
-        return max(self.rows, key=lambda row: (row.is_split, row.nbytes))
+        return max(self.rows, key=lambda row: (self.is_split(row), row.nbytes))
+
+    def is_split(self, row):
+        """Returns whether each device computes with a part of a variable.
+
+        A variable that is only split over the batch axis is gathered before it
+        is used.
+        """
+        return any(self.axis in axis_names(entry) for entry in row.axes)
 
 
 def is_unused(row):
@@ -52,17 +62,17 @@ def layers_of(plan):
         own = [row for row in left if rows and row.path == path]
         left = [row for row in left if row not in own]
         if rows or not sums:
-            found.append(Layer(path, rows, sums, own))
+            found.append(Layer(path, rows, sums, own, plan.axis))
             continue
         # Sums of operations between layers.
         for where, group in itertools.groupby(sums, lambda row: row.path):
-            found.append(Layer(where, [], list(group), []))
+            found.append(Layer(where, [], list(group), [], plan.axis))
     return found
 
 
 def folds_of(plan):
     """Returns the `Fold`s of the layers of a plan."""
-    return folding.fold(layers_of(plan), _key)
+    return folding.grouped(folding.fold(layers_of(plan), _key))
 
 
 def _key(layer):

@@ -20,7 +20,7 @@ def reduction(path, backward=False):
 
 def plan(variables, sums=()):
     return types.SimpleNamespace(
-        variables=variables, reductions=list(sums), gathers=[]
+        variables=variables, reductions=list(sums), gathers=[], axis="model"
     )
 
 
@@ -59,6 +59,9 @@ COLUMN, ROW = (None, "model"), ("model", None)
         # A normalization whose gradient is summed.
         ((None, None), [reduction("up", backward=True)], plan_layers.WHOLE),
         ((None, None), [], plan_layers.WHOLE),
+        # Fully sharded only: gathered before it is used.
+        (("batch", None), [], plan_layers.WHOLE),
+        ((None, ("batch", "model")), [], plan_layers.COLUMN),
     ],
 )
 def test_marks(axes, sums, mark):
@@ -98,4 +101,4 @@ def test_a_block_that_communicates_differently_is_not():
         row for row in made.reductions if row.path != "block_4/up"
     ]
     found = plan_layers.folds_of(made)
-    assert [fold.times for fold in found] == [1, 4, 1, 1, 7]
+    assert [fold.times for fold in found] == [1, 4, 1, 7]

@@ -212,7 +212,7 @@ def _sent(index, row, totals, most):
     number = len(row.communications)
     return (
         f"<div class='sent' data-row='{index}' title='{title}'>"
-        f"<span class='mono'>{times}{html.escape(row.name)}</span>"
+        f"<span class='mono'>{times}{template.path(row.name)}</span>"
         f"{charts.bar(totals, most, 12, label=title)}"
         f"<span><b data-sum>{size}</b> <span class='faint'>in {number}"
         "</span></span></div>"
@@ -245,7 +245,7 @@ def _rows_of(fold):
 
 def _row(plan, layer, row, paths, prefix):
     mark = "whole"
-    if row.is_split:
+    if layer.is_split(row):
         mark = _MARKS.get(layer.mark, "column")
     obstacles = [
         f"Dim {dim} of size {size}: {text}."

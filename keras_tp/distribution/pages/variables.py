@@ -5,6 +5,8 @@ import html
 
 from keras_tp.distribution.pages import charts
 from keras_tp.distribution.pages import template
+from keras_tp.distribution.planning import planner
+from keras_tp.distribution.tensor_layout import axis_names
 from keras_tp.distribution.tensor_layout import format_bytes
 
 # Of the paths that a row stands for, those that it lists.
@@ -88,8 +90,11 @@ def _dims(row):
         if axis is None:
             found.append(f"<span class='dim'>{size}</span>")
             continue
+        names = axis_names(axis)
         kind = "split" if row.blocks == 1 else "blocks"
-        names = axis if isinstance(axis, str) else ", ".join(axis)
+        if set(names) <= set(planner.BATCH_AXES):
+            kind = "batch"
+        names = ", ".join(names)
         blocks = f", {row.blocks} blocks" * (row.blocks > 1)
         found.append(
             f"<span class='dim {kind}'>{size} {html.escape(names)}{blocks}"

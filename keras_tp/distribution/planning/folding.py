@@ -1,6 +1,7 @@
 """Folds repeated layers into one."""
 
 import collections
+import os
 import re
 
 # A number in a name, and the underscore that Keras sets before it: `dense` is
@@ -33,20 +34,19 @@ class Fold(collections.namedtuple("Fold", "members")):
         It is empty for one layer.
         """
         if self.times == 1:
-            return ""
-        names = [
-            common_path([layer.path for layer in member])
-            for member in self.members
-        ]
-        name = span(names) if all(names) else ""
-        return f"{self.times} x {name}".rstrip()
+            return self.prefix()
+        names = [_common_name(member) for member in self.members]
+        if all(names):
+            return f"{self.times} x {span(names)}"
+        ends = [span(self.paths(0)), span(self.paths(-1))]
+        return f"{self.times} x {' ... '.join(dict.fromkeys(ends))}"
 
     def prefix(self):
         """Returns the path that all layers of the first block begin with.
 
-        It is empty for one layer.
+        It is empty for one layer that is not repeated.
         """
-        if self.times == 1:
+        if self.times == 1 and len(self.sample) == 1:
             return ""
         return common_path([layer.path for layer in self.sample])
 
@@ -93,6 +93,31 @@ def fold(layers, key):
         found.append(Fold(members))
         start += size * times
     return found
+
+
+def grouped(folds):
+    """Joins layers that are not repeated and are parts of one layer.
+
+    Args:
+        folds: List of `Fold`.
+
+    Returns:
+        List of `Fold`.
+    """
+    found = []
+    for one in folds:
+        first = _parent(one)
+        if first and found and _parent(found[-1]) == first:
+            found[-1] = Fold([found[-1].sample + one.sample])
+        else:
+            found.append(one)
+    return found
+
+
+def _parent(one):
+    """Returns the outermost layer around layers that are not repeated."""
+    first, _, rest = one.sample[0].path.partition("/")
+    return first if rest and one.times == 1 else ""
 
 
 def _begins_later(layers, keys, start, size):
@@ -143,6 +168,13 @@ def below(path, prefix):
     return path.removeprefix(prefix).lstrip("/") or path
 
 
+def _common_name(layers):
+    """Returns the start of the names of layers, such as `conv2_block1`."""
+    paths = [layer.path for layer in layers]
+    start = os.path.commonprefix(paths).rpartition("_")[0]
+    return common_path(paths) or start
+
+
 def span(paths):
     """Returns one text for paths that differ in their numbers.
 
@@ -154,11 +186,18 @@ def span(paths):
     bare = {re.sub(r"\d+", "#", path) for path in paths}
     if len(bare) > 1:
         return f"{paths[0]} ... {paths[-1]}"
-    texts = [
-        column[0] if len(set(column)) == 1 else f"[{column[0]}-{column[-1]}]"
-        for column in zip(*numbers)
-    ]
+    texts = [_span_of(list(dict.fromkeys(column))) for column in zip(*numbers)]
     return re.sub(r"\d+", lambda found: texts.pop(0), paths[0])
+
+
+def _span_of(numbers):
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) == 1:
+        return first
+    is_range = int(last) - int(first) == len(numbers) - 1
+    if is_range or len(numbers) > 4:
+        return f"[{first}-{last}]"
+    return f"[{','.join(numbers)}]"
 
 
 def groups(rows, key, row_of):

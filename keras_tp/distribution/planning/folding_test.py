@@ -80,10 +80,25 @@ def test_each_layer_is_in_one_fold_and_in_order():
         (["a/b"], "a/b"),
         (["a_1/b_2", "a_1/b_3"], "a_1/b_[2-3]"),
         (["a", "a_1"], "a ... a_1"),
+        (["a_0_bn", "a_3_bn"], "a_[0,3]_bn"),
     ],
 )
 def test_span(paths, text):
     assert folding.span(paths) == text
+
+
+def test_parts_of_one_layer_are_a_group():
+    found = folding.grouped(fold("words", "block/up", "block/down", "norm"))
+    assert [len(one.sample) for one in found] == [1, 2, 1]
+    assert found[1].title() == found[1].prefix() == "block"
+
+
+def test_titles_of_blocks_without_a_layer_around_them():
+    names = [f"conv_block{n}_{k}_conv" for n in (2, 3) for k in (1, 2)]
+    (one,) = fold(*names, kinds={1: "y", 3: "y"})
+    assert one.title() == "2 x conv_block[2-3]"
+    (one,) = fold("up_0", "down_0", "up_1", "down_1")
+    assert one.title() == "2 x up_[0-1] ... down_[0-1]"
 
 
 def test_common_path():
