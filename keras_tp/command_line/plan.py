@@ -49,7 +49,13 @@ def run(options):
         fully_shard=options.fully_shard,
     )
     if options.html:
-        plan.to_html(options.html)
+        plan.to_html(
+            options.html,
+            options.batch_size,
+            options.sequence_length,
+            options.optimizer,
+            options.target,
+        )
         print(f"Written: {options.html}", file=sys.stderr)
     if options.save:
         plan.save(options.save)

@@ -201,5 +201,5 @@ def test_the_order_is_that_of_the_forward_pass(tmp_path):
     )
     assert [name or kind for name, kind in seen] == [
         *("z_table", "sum", "gradient", "y_up", "x_down", "sum", "w_norm"),
-        *("gradient", "b_up", "a_down", "sum", "gradient", "a_head"),
+        *("gradient", "b_up", "a_down", "sum", "a_head", "gradient"),
     ]

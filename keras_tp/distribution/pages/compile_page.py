@@ -117,8 +117,9 @@ def _collectives(report):
     kinds = report.collectives
     most = max((row["bytes"] for row in kinds.values()), default=0)
     lines = [
-        f"<div class='sent'><span>{html.escape(charts.NAMES.get(kind, kind))}"
-        f"</span>{charts.bar({kind: row['bytes']}, most, 12, label=kind)}"
+        "<div class='sent device'><span>"
+        f"{html.escape(charts.NAMES.get(kind, kind))}</span>"
+        f"{charts.bar({kind: row['bytes']}, most, 12, label=kind)}"
         f"<span><b>{format_bytes(row['bytes'])}</b> <span class='faint'>in "
         f"{row['count']:g}</span></span></div>"
         for kind, row in kinds.items()

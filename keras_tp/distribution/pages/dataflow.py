@@ -73,8 +73,8 @@ class _Drawing:
             self._text(16, self._y + 14, "not in the forward pass", "detail")
             self._y += _HEAD
             for fold in unused:
-                for position, layer in enumerate(fold.sample):
-                    self._describe(fold, position, layer, "")
+                for layer in fold.sample:
+                    self._describe(layer, "")
                     self._y += _ROW
         return "".join(self._parts), self._y + 6
 
@@ -84,8 +84,8 @@ class _Drawing:
         if fold.title():
             self._wire(_HEAD)
             self._text(84, top + 18, _short(fold.title()), "block")
-        for position, layer in enumerate(fold.sample):
-            self._layer(fold, position, layer, prefix)
+        for layer in fold.sample:
+            self._layer(layer, prefix)
         if fold.title():
             self._wire(4)
             frame = (
@@ -94,14 +94,18 @@ class _Drawing:
             )
             self._parts.insert(mark, frame)
 
-    def _layer(self, fold, position, layer, prefix):
+    def _layer(self, layer, prefix):
         forward = [row for row in layer.sums if not row.backward]
         backward = [row for row in layer.sums if row.backward]
         if not layer.rows:
-            self._wire(_ROW / 2)
-            self._sums(forward, backward, layer)
-            self._text(84, self._y + 4, _short(layer.path), "name")
-            self._wire(_ROW / 2)
+            # An operation between layers.
+            self._wire(_GAP)
+            self._text(84, self._y + 15, _short(layer.path), "name")
+            if forward:
+                self._join(forward)
+            if backward:
+                self._backward(backward)
+            self._wire(_GAP)
             return
         top = self._y
         if layer.mark == plan_layers.COLUMN and self._state != _SPLIT:
@@ -117,16 +121,16 @@ class _Drawing:
             self._state = _SPLIT
         self._wire(max(top + _ROW - self._y, 6))
         end, self._y = self._y, top
-        self._describe(fold, position, layer, prefix)
+        self._describe(layer, prefix)
         self._y = end
-        if layer.mark == plan_layers.ROW:
+        if forward:
             self._join(forward)
-            self._state = _ALONG if forward[0].scattered else _WHOLE
         if layer.gathers:
+            self._merge()
             self._node("&#8746;", "gather", "The output is gathered.")
             self._state = _WHOLE
 
-    def _describe(self, fold, position, layer, prefix):
+    def _describe(self, layer, prefix):
         """Draws the matrix of a layer, its name, shape and bytes."""
         main, y = layer.main, self._y
         mark = layer.mark
@@ -140,19 +144,20 @@ class _Drawing:
                 parts=self._shown,
             )
         )
-        name = folding.below(layer.path, prefix)
-        whole_name = folding.span(fold.paths(position)) or self._plan.model_name
+        # Of a layer that is used, there may be variables that are not.
+        is_unused = layer.mark == plan_layers.UNUSED
+        name = main.path if is_unused else folding.below(layer.path, prefix)
         held = sum(self._plan.device_bytes(row) for row in layer.rows)
-        words = {
-            plan_layers.COLUMN: "column",
-            plan_layers.ROW: "row",
-        }
-        kind = words.get(
-            layer.mark, "whole" if not layer.is_split(main) else "split"
-        )
+        kind = "split" if layer.is_split(main) else "whole"
+        if layer.mark in (plan_layers.COLUMN, plan_layers.ROW):
+            kind = layer.mark
         shape = " x ".join(map(str, main.shape)) or "scalar"
         self._text(
-            130, y + 20, _short(name or whole_name, 38), "name", main.why
+            130,
+            y + 20,
+            _short(name or self._plan.model_name, 38),
+            "name",
+            main.why,
         )
         self._text(
             130, y + 36, f"{shape}, {kind}, {format_bytes(held)}", "detail"
@@ -191,6 +196,13 @@ class _Drawing:
         self._y += 12
 
     def _join(self, forward):
+        self._merge()
+        self._forward(forward)
+        self._state = _ALONG if forward[0].scattered else _WHOLE
+
+    def _merge(self):
+        if self._state != _SPLIT:
+            return
         y = self._y
         for index, x in self._strands():
             self._parts.append(
@@ -198,13 +210,6 @@ class _Drawing:
                 f"{_WIRE} {y + 4} {_WIRE} {y + 12}'/>"
             )
         self._y += 10
-        self._forward(forward)
-
-    def _sums(self, forward, backward, layer):
-        if forward:
-            self._forward(forward)
-        if backward:
-            self._backward(backward)
 
     def _forward(self, rows):
         kind = "reduce-scatter" if rows[0].scattered else "all-reduce"

@@ -116,7 +116,7 @@ def findings(found):
             f"<div class='finding {level}{lead}'><p>{marked(text)}</p>{more}"
             "</div>"
         )
-    return "".join(lines)
+    return f"<div class='findings'>{''.join(lines)}</div>"
 
 
 def card(title, *parts):
