@@ -44,7 +44,10 @@ PATTERNS = {
     "w0": ("model",),
     "w1": ("batch", "model"),
     "w2": (None, "model", None),
-    "w3": (None, None, ("batch", "model"), None),
+    # DTensor of TensorFlow splits a dim over one axis only.
+    "w3": (None, None, "model", "batch")
+    if keras.config.backend() == "tensorflow"
+    else (None, None, ("batch", "model"), None),
 }
 
 
@@ -81,6 +84,15 @@ def test_a_grid_of_two_dims():
         "4:8 | tpu:2 | tpu:3 |",
         "    +-------+-------+",
     ]
+
+
+def test_the_first_axis_of_a_dim_is_the_major_one():
+    mesh = DeviceMesh((2, 2), ["a", "b"], [f"tpu:{k}" for k in range(4)])
+    for axes, devices in ((("a", "b"), "0123"), (("b", "a"), "0213")):
+        blocks = visualization._blocks((8,), (axes,), mesh, {}, 4)
+        assert [block.devices for block in sorted(blocks)] == [
+            [f"tpu:{k}"] for k in devices
+        ]
 
 
 def test_three_split_dims_have_a_table_only():
