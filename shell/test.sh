@@ -57,6 +57,17 @@ case ${KERAS_BACKEND:-} in
         cat "$2/$1"
         exit $code' _ {} "$logs" "$end"
     ;;
+torch_xla)
+    # Its environment is made in a few minutes, if there is room for it.
+    free=$(($(df --output=avail -k . | tail -n 1) / 2 ** 20))
+    if [ ! -e .venv-xla/installed ] && [ "$free" -lt 15 ]; then
+        echo "Not run: torch_xla needs 15 GB of disk, and $free are free."
+    elif ! bash shell/test_xla.sh install; then
+        echo "Not run: torch_xla could not be installed."
+    else
+        bash shell/test_xla.sh
+    fi
+    ;;
 torch)
     # What needs several devices runs in the processes that one of these
     # launches: KERAS_TP_TORCH_DEVICES of them, 2 by default.

@@ -4,6 +4,7 @@
 #
 #   bash shell/test_xla.sh               # 2, 4 and 8 of them
 #   bash shell/test_xla.sh 4 keras_tp/backend/torch_xla -k adam
+#   bash shell/test_xla.sh install       # makes the environment only
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 make_environment .venv-xla torch-xla "pytest" torch==2.9.0 torch_xla==2.9.0
@@ -13,6 +14,9 @@ if ! "$PYTHON" -c 'import keras_hub' 2>/dev/null; then
     # Its text functions need TensorFlow, which the tests do without.
     install_packages kagglehub huggingface_hub pyyaml regex tokenizers
     install_packages --no-deps keras-hub
+fi
+if [ "${1:-}" = install ]; then
+    exit
 fi
 if [ $# -gt 0 ]; then
     export CPU_NUM_DEVICES=$1
