@@ -11,6 +11,10 @@ from keras_tp.distribution.device_mesh import DeviceMesh
 from keras_tp.distribution.pages import figures
 from keras_tp.distribution.pages import plan_layers
 from keras_tp.distribution.pages import plan_page
+from keras_tp.distribution.planning import cost
+from keras_tp.distribution.planning.plan_rows import NOT_PREDICTED
+from keras_tp.distribution.planning.plan_rows import PlannedGather
+from keras_tp.distribution.planning.plan_rows import PlannedVariable
 
 
 def build(blocks=3, words=64):
@@ -126,6 +130,82 @@ def test_the_picture_has_splits_and_sums():
     assert "node gather" in parted and "dashed" in parted
     whole = plan_page.picture(plan((4, 1)))
     assert "node" not in whole.split("</style>")[1]
+
+
+def made_of(rows, gathers=(), activations=(), without_rule=None):
+    mesh = DeviceMesh(
+        (2, 2), ["batch", "model"], [f"tpu:{k}" for k in range(4)]
+    )
+    return distribution.ShardingPlan(
+        *("net", mesh, "model", rows, [], list(activations), []),
+        *(without_rule or {}, gathers),
+    )
+
+
+def row(path, axes=(None, "model"), why="why", obstacles=("", "")):
+    return PlannedVariable(
+        path, (64, 64), "float32", True, axes, 1, why, obstacles
+    )
+
+
+def test_other_findings():
+    why = f"column-parallel, {NOT_PREDICTED}"
+    rows = [row("up/kernel"), row("down/kernel", why=why)]
+    made = made_of(rows, activations=[cost.Size(10**6, 1, 0)])
+    page = html_pages.Page(plan_page.page(made, 4))
+    assert "Activations are 97% of the memory of a step (batch 4" in page.text
+    assert "1 variables cause collectives" in page.text
+    assert "The first is down/ kernel" in page.text
+    few = html_pages.Page(plan_page.page(made_of(rows[:1]), 4)).text
+    assert "Activations are" not in few and "cause coll" not in few
+    ruled = made_of(rows, without_rule={"Fold": "f"})
+    assert "No rule for Fold" in html_pages.Page(plan_page.page(ruled)).text
+
+
+def test_outputs_that_are_gathered():
+    rows = [row(f"block_{k}/up/kernel") for k in range(4)]
+    gathers = [
+        PlannedGather(
+            f"block_{k}/up", (None, "model"), False, cost.Size(64, 1, 0)
+        )
+        for k in range(4)
+    ]
+    drawn = plan_page.picture(made_of(rows, gathers))
+    assert drawn.count("node gather") == 1 and "4 x" in drawn
+    # A layer whose output is not gathered is not like the others.
+    drawn = plan_page.picture(made_of(rows, gathers[:2]))
+    assert drawn.count("node gather") == 1
+    assert drawn.count("2 x block_[") == 2
+
+
+def test_what_the_forward_pass_does_not_use_is_apart():
+    text = "not in the forward pass that was traced"
+    rows = [
+        row("words/others", (None, None), obstacles=(text, text)),
+        row("up/kernel"),
+    ]
+    drawn = plan_page.picture(made_of(rows))
+    assert drawn.index("up<") < drawn.index("outputs")
+    assert drawn.index("outputs") < drawn.index("words/others")
+
+
+def test_dims_of_the_batch_axis_have_another_colour():
+    axes = ("batch", "model")
+    page = html_pages.Page(plan_page.page(made_of([row("up/kernel", axes)])))
+    found = [tag["class"] for _, tag in page.attributes if "class" in tag]
+    assert "dim batch" in found and "dim split" in found
+
+
+def test_many_layers_that_communicate():
+    # A gradient for each, of another size.
+    rows = [
+        row(f"{name}/kernel")._replace(shape=(64, 2 * k + 2))
+        for k, name in enumerate("abcdefghijklmnopqrstuvwxyz")
+    ]
+    page = html_pages.Page(plan_page.page(made_of(rows)))
+    bars_of = [tag for _, tag in page.attributes if "data-row" in tag]
+    assert len(bars_of) == 26
+    assert "2 more" in page.text
 
 
 def test_a_step_that_cannot_be():
