@@ -4,10 +4,19 @@ Installed as a package of its own, `keras_tp_pytest`: pytest imports it in each
 of its runs, and `keras_tp` would import Keras.
 """
 
+import os
 import subprocess
 import sys
 
 SUITE = "keras_tp.testing"
+# Backends of keras_tp -> Keras's: without the variable, Keras imports
+# TensorFlow, which need not be installed.
+KERAS = {
+    "jax": "jax",
+    "tensorflow": "tensorflow",
+    "torch": "torch",
+    "torch_xla": "torch",
+}
 
 
 def pytest_load_initial_conftests(early_config, parser, args):
@@ -24,10 +33,15 @@ def pytest_load_initial_conftests(early_config, parser, args):
 
 def pytest_cmdline_main(config):
     """Has the suite launch its own processes, with the same arguments."""
-    if getattr(config.option, "backend", None) is None:
+    backend = getattr(config.option, "backend", None)
+    if backend is None:
         return None
     given = list(config.invocation_params.args)
     if SUITE not in given:
         return None
     others = [arg for arg in given if arg not in ("--pyargs", SUITE)]
-    return subprocess.run([sys.executable, "-m", SUITE, *others]).returncode
+    environment = dict(os.environ)
+    if backend in KERAS:
+        environment.setdefault("KERAS_BACKEND", KERAS[backend])
+    command = [sys.executable, "-m", SUITE, *others]
+    return subprocess.run(command, env=environment).returncode
