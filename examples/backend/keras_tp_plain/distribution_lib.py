@@ -11,6 +11,7 @@ import numpy as np
 from jax._src import core
 from keras.src.backend.jax import distribution_lib as keras_lib
 
+from keras_tp.backend import hlo_collectives
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.jax import collective_counter
 from keras_tp.backend.processes import callbacks
@@ -225,7 +226,7 @@ def peak_memory():
 def count_collectives(model, x, y=None):
     """Counts the collectives of the compiled step."""
     program = collective_counter.compile_step(model, x, y)
-    return collective_counter.count(program.as_text())
+    return hlo_collectives.count(program.as_text())
 
 
 # The framework's objects.
