@@ -47,7 +47,7 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 default_role = "code"
 
-# What a name in backticks leads to, where the API reference has it.
+# Names that the API reference documents: in backticks they become links.
 PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 DOCUMENTED = {
     name.rpartition(".")[2]: name
@@ -66,7 +66,7 @@ def fence_to_block(indent, language, code):
 
 
 def span_to_role(match):
-    """Returns a code span as code, or as a link to what it names."""
+    """Returns a code span as a link to what it names, or else as code."""
     text = re.sub(r"\s*\n\s*", " ", match[1])
     target = DOCUMENTED.get(text.removesuffix("()"))
     role = f":py:obj:`{text} <{target}>`" if target else f"``{text}``"

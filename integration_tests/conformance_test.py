@@ -108,8 +108,9 @@ def test_an_incomplete_backend_fails(name, example, tmp_path):
         changed += text.count(old)
         path.write_text(text.replace(old, new))
     assert changed == 1
-    arguments = "-k", tests
-    code, out, counts = run_suite("plain", tmp_path, *arguments, path=[example])
+    code, out, counts = run_suite(
+        "plain", tmp_path, "-k", tests, path=[example]
+    )
     assert code != 0
     assert counts["failed"] >= least, out
 

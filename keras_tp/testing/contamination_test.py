@@ -24,7 +24,7 @@ def test_a_model_before_and_after_a_distribution():
 def test_uninstall_takes_all_hooks_out():
     with models.model_parallel(CASE).scope():
         models.made(CASE)
-        assert hooks._installed
+        assert hooks.is_installed()
     distribution.set_distribution(None)
     keras_tp.uninstall()
-    assert not hooks._installed
+    assert not hooks.is_installed()

@@ -247,7 +247,7 @@ def test_variables_split_over_the_batch_axis():
             assert set(row.device_bytes.values()) == held, row.path
 
 
-def test_a_stored_plan_is_the_plan(tmp_path):
+def test_a_stored_plan_is_the_plan():
     build = CASES["transformer"].build
     plan = distribution.plan_sharding(build, models.mesh())
     text = plan.to_json()

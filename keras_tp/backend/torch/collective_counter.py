@@ -1,15 +1,12 @@
 """Counts the collectives of one step in torch's dispatcher."""
 
-import contextlib
-
-import torch
-from keras.src.backend.common import global_state
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_tp.backend.torch import batches
 from keras_tp.backend.torch import processes
+from keras_tp.backend.torch_shared import undone_step
 
 # Start of an operation's name, without "_" -> name that all backends use.
 _NAMES = {
@@ -65,49 +62,11 @@ class CollectiveCounter(TorchDispatchMode):
 
 def count_step(model, x, y=None):
     """Runs one step of a model, counts its collectives, and undoes it."""
-    data = (x,) if y is None else (x, y)
-    if y is None:
-        if not all(layer.built for layer in model._flatten_layers()):
-            with torch.no_grad():
-                model(x)
-    else:
-        model._symbolic_build(data_batch=data)
-    batch = batches.distribute_batch(data)
-    training = model.training
-    with _unchanged(model), CollectiveCounter() as counter:
-        if y is None:
-            model.eval()
-            with torch.no_grad():
-                model.predict_step(batch)
-        else:
-            model.train()
-            model.train_step(batch)
-    model.train(training)
+    batch = batches.distribute_batch(undone_step.prepare(model, x, y))
+    counter = CollectiveCounter()
+    with undone_step.unchanged(model, _local, processes):
+        undone_step.run(model, batch, counter)
     return {name: tuple(pair) for name, pair in counter.total.items()}
-
-
-@contextlib.contextmanager
-def _unchanged(model):
-    """Restores weights, slots, metrics, gradients and random state."""
-    variables = list(model.variables) + list(model.metrics_variables)
-    if getattr(model, "optimizer", None) is not None:
-        variables += list(model.optimizer.variables)
-    generator = global_state.get_global_attribute("global_seed_generator")
-    if generator is not None:
-        variables.append(generator.state)
-    held = [
-        (variable, _local(variable._value).clone(), variable._value.grad)
-        for variable in {id(v): v for v in variables}.values()
-    ]
-    random_state = processes.random_state()
-    try:
-        yield
-    finally:
-        processes.set_random_state(random_state)
-        with torch.no_grad():
-            for variable, value, gradient in held:
-                _local(variable._value).copy_(value)
-                variable._value.grad = gradient
 
 
 def _local(tensor):

@@ -31,6 +31,7 @@ from keras_tp.backend.torch.ops import matmul
 from keras_tp.backend.torch.ops import reshape
 from keras_tp.backend.torch.ops import table
 from keras_tp.backend.torch.ops import writes
+from keras_tp.backend.torch_shared import layer_parameters
 
 
 def _hook_operation_call(original):
@@ -122,13 +123,13 @@ TABLE = [
     Hook(
         _LAYER,
         "named_parameters",
-        variables.hook_named_parameters,
+        layer_parameters.hook_named_parameters,
         "zero_grad finds the variables of a model that was moved",
     ),
     Hook(
         _LAYER,
         "_track_variables",
-        variables.hook_track_variables,
+        layer_parameters.hook_track_variables,
         "building a layer does not plan a part of a model",
     ),
     methods_row(

@@ -12,9 +12,9 @@ import tempfile
 
 import torch
 import torch_xla
-from keras.src.backend.common import global_state
 
 from keras_tp.backend import hlo_collectives
+from keras_tp.backend.torch_shared import undone_step
 from keras_tp.backend.torch_xla import batches
 from keras_tp.backend.torch_xla import processes
 
@@ -50,42 +50,31 @@ def forget_programs():
 
 def count_step(model, x, y=None):
     """Runs one step of a model, counts its collectives, and undoes it."""
-    data = (x,) if y is None else (x, y)
-    if y is None:
-        if not all(layer.built for layer in model._flatten_layers()):
-            with torch.no_grad():
-                model(x)
-    else:
-        model._symbolic_build(data_batch=data)
-    batch = batches.distribute_batch(data)
-    training = model.training
-    with _unchanged(model):
-        torch_xla.sync(wait=True)
-        with _counted() as found:
-            if y is None:
-                model.eval()
-                with torch.no_grad():
-                    # Kept until the program has run.
-                    outputs = model.predict_step(batch)  # noqa: F841
-            else:
-                model.train()
-                outputs = model.train_step(batch)  # noqa: F841
-    model.train(training)
+    batch = batches.distribute_batch(undone_step.prepare(model, x, y))
+    found = {name: [0, 0] for name in hlo_collectives.NAMES}
+    with undone_step.unchanged(model, torch.Tensor.detach, processes):
+        undone_step.run(model, batch, _counting(found))
+    torch_xla.sync()
     return {name: tuple(pair) for name, pair in found.items()}
 
 
 @contextlib.contextmanager
-def _counted():
-    """Context that counts the collectives of what is recorded in it."""
+def _counting(found):
+    """Context that counts the collectives of what is recorded in it.
+
+    Args:
+        found: Dict of a collective's name to a list `[count, bytes]`, to which
+            this adds.
+    """
+    torch_xla.sync(wait=True)
     lib = torch_xla._XLAC
     before = lib._get_current_graph_name()
     lib._set_current_graph_name(_NAME)
-    found = {name: [0, 0] for name in hlo_collectives.NAMES}
     # XLA compiles a program once. No other has a tensor of this size.
     size = 1000 + next(_counts)
     extra = torch.zeros(size, device="xla") + 1
     try:
-        yield found
+        yield
         torch_xla.sync(wait=True)
     finally:
         lib._set_current_graph_name(before)
@@ -104,28 +93,3 @@ def _counted():
             found[name][0] += count
             found[name][1] += size
         path.unlink()
-
-
-@contextlib.contextmanager
-def _unchanged(model):
-    """Restores weights, slots, metrics, gradients and random state."""
-    variables = list(model.variables) + list(model.metrics_variables)
-    if getattr(model, "optimizer", None) is not None:
-        variables += list(model.optimizer.variables)
-    generator = global_state.get_global_attribute("global_seed_generator")
-    if generator is not None:
-        variables.append(generator.state)
-    held = [
-        (variable, variable._value.detach().clone(), variable._value.grad)
-        for variable in {id(v): v for v in variables}.values()
-    ]
-    random_state = processes.random_state()
-    try:
-        yield
-    finally:
-        processes.set_random_state(random_state)
-        with torch.no_grad():
-            for variable, value, gradient in held:
-                variable._value.copy_(value)
-                variable._value.grad = gradient
-        torch_xla.sync()

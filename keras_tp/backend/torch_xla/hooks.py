@@ -15,6 +15,7 @@ from keras_tp.backend.hooks import around
 from keras_tp.backend.hooks import methods_row
 from keras_tp.backend.processes import callbacks
 from keras_tp.backend.saving import one_writer
+from keras_tp.backend.torch_shared import layer_parameters
 from keras_tp.backend.torch_xla import batches
 from keras_tp.backend.torch_xla import devices
 from keras_tp.backend.torch_xla import products
@@ -93,13 +94,13 @@ TABLE = [
     Hook(
         _LAYER,
         "named_parameters",
-        variables.hook_named_parameters,
+        layer_parameters.hook_named_parameters,
         "zero_grad finds the variables of a model that was moved",
     ),
     Hook(
         _LAYER,
         "_track_variables",
-        variables.hook_track_variables,
+        layer_parameters.hook_track_variables,
         "building a layer does not plan a part of a model",
     ),
     methods_row(

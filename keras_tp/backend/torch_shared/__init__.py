@@ -1,0 +1,1 @@
+"""What the two backends on torch share."""
