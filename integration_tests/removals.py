@@ -3,7 +3,7 @@
     KERAS_BACKEND=torch python integration_tests/removals.py
     KERAS_BACKEND=tensorflow python integration_tests/removals.py -k images
     KERAS_BACKEND=jax python integration_tests/removals.py
-    KERAS_BACKEND=jax python integration_tests/removals.py keras_tp/testing
+    python integration_tests/removals.py --rows keras_tp/testing
 
 First the tests run once, and what each of them reaches is noted: rows of the
 hook tables, and calls of our code that communicate. Then one thing after the
@@ -104,6 +104,10 @@ AGAIN = 75
 class Switchboard:
     """Stands between what keras_tp does and Keras, as a plugin of pytest.
 
+    Args:
+        whole_rows: Boolean, whether a row of a hook table is left out as a
+            whole. Defaults to `False`: each function that it replaces.
+
     Attributes:
         removed: String, what is left out now; `None` while noting.
         reached: Dict of what can be removed to the ids of the tests that
@@ -113,7 +117,8 @@ class Switchboard:
             `failure`, how it did; `None` if all passed.
     """
 
-    def __init__(self):
+    def __init__(self, whole_rows=False):
+        self.whole_rows = whole_rows
         self.removed = None
         self.reached = collections.defaultdict(list)
         self.seconds = {}
@@ -186,8 +191,10 @@ class Switchboard:
             # A table may have several rows of one attribute.
             count = collections.Counter()
             rows = []
-            for hook in itertools.chain.from_iterable(map(_parts, table)):
-                if hook.attribute in ("_custom_op_handlers", "by_name"):
+            parts = (lambda hook: [hook]) if self.whole_rows else _parts
+            for hook in itertools.chain.from_iterable(map(parts, table)):
+                one_by_one = ("_custom_op_handlers", "by_name")
+                if not self.whole_rows and hook.attribute in one_by_one:
                     rows.append(handlers(hook))
                     continue
                 first, *others = hook.attributes
@@ -352,7 +359,7 @@ def child(options):
     backend = backend_name()
     folder = pathlib.Path(options.folder)
     first = os.environ.get("RANK", "0") == "0"
-    board = Switchboard()
+    board = Switchboard(options.rows)
     watch(board, backend)
     notes = folder / "reached.json"
     if not notes.exists():
@@ -440,7 +447,8 @@ def _run_all(options, tests, only, env, folder):
     command = [sys.executable]
     if backend_name() == "torch":
         command += ["-m", "keras_tp.launch", "--devices", str(options.devices)]
-    command += [__file__, "--folder", str(folder), "-k", options.k, *tests]
+    command += [__file__, "--folder", str(folder), "-k", options.k]
+    command += ["--rows"] * options.rows + list(tests)
     env = {
         **os.environ,
         **env,
@@ -488,6 +496,7 @@ def main():
     add = parser.add_argument
     add("tests", nargs="*", help="files, in place of the backend's own")
     add("-k", default="", help="only what has this in its name")
+    add("--rows", action="store_true", help="rows of the table as a whole")
     add("--devices", type=int, default=2, help="processes of torch")
     add("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()

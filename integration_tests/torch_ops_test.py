@@ -11,6 +11,8 @@ if keras.config.backend() != "torch":
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate
 
 from keras_tp import distribution
 from keras_tp.backend.torch import placement
@@ -430,3 +432,39 @@ def test_what_layers_need_is_not_computed_whole():
     names = " ".join(table.REPLICATED.values()).split()
     for part in ("mm", "convolution", "embedding", "attention"):
         assert not [name for name in names if part in re.split("[._]", name)]
+
+
+def on_each_device(x):
+    if not isinstance(x, DTensor):
+        return x
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+
+
+KINDS = {
+    "mean": lambda x: torch.mean(x, -1),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+    "product": lambda x: torch.prod(x, -1),
+    "smallest": lambda x: torch.amin(x, -1),
+    "sum": lambda x: torch.sum(x, -1),
+    "whole": lambda x: on_each_device(x).sum(-1),
+}
+JOINS = {
+    "add": torch.add,
+    "cat": lambda a, b: torch.cat([a, b]),
+    "maximum": torch.maximum,
+    "multiply": torch.mul,
+    "stack": lambda a, b: torch.stack([a, b]),
+    "where": lambda a, b: torch.where(torch.arange(4) > 1, a, b),
+}
+
+
+@pytest.mark.parametrize("join", JOINS)
+@pytest.mark.parametrize("first", KINDS)
+def test_partial_results_of_several_kinds_meet(first, join, mesh):
+    """DTensor gives joined tensors one kind: a sum is taken for a norm."""
+    for second in KINDS.values():
+
+        def function(x, second=second):
+            return JOINS[join](KINDS[first](x), second(x))
+
+        check(function, [randn(4, 8)], [(None, M)], mesh)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs the linter and the tests of all three backends in an environment of its
-# own. KERAS_BACKEND picks one of them; arguments go to pytest, in place of the
-# tests that are run otherwise (on JAX by default):
+# Runs the linter and the tests of all backends in environments of their own.
+# KERAS_BACKEND picks one of them; arguments go to pytest, in place of the tests
+# that are run otherwise (on JAX by default):
 #
 #   bash shell/test.sh
 #   KERAS_BACKEND=torch bash shell/test.sh
@@ -41,7 +41,7 @@ case ${KERAS_BACKEND:-} in
     trap 'rm -rf "$logs"' EXIT
     end=$(($(date +%s) + 60 * ${KERAS_TP_TEST_MINUTES:-0}))
     ulimit -c 0
-    printf '%s\n' jax tensorflow-models torch-processes \
+    printf '%s\n' jax tensorflow-models torch-processes torch_xla \
         tensorflow-package torch-others |
         xargs -P 3 -I{} bash -c '
         left=0

@@ -215,6 +215,19 @@ def added_up(op, args, kwargs):
     return placement.settled(_own_way(op, args, kwargs))
 
 
+def joined(op, args, kwargs):
+    """Joins tensors; partial results of several kinds are completed first.
+
+    DTensor would give all of them one kind. It refuses that for a sum and a
+    mean, and gives wrong numbers for a norm and a tensor that is whole.
+    """
+    tensors, *rest = args
+    kinds = {t.placements for t in tensors if isinstance(t, DTensor)}
+    if len(kinds) > 1 or not all(isinstance(t, DTensor) for t in tensors):
+        tensors = [placement.settled(t) for t in tensors]
+    return _own_way(op, (tensors, *rest), kwargs)
+
+
 def all_dims(original):
     """Wraps `_infer_reduction_dims`: an empty list stands for all dims.
 
@@ -362,6 +375,7 @@ _OPERATIONS = {
     expand: "expand",
     scatter: "scatter.src",
     added_up: "amax amin prod prod.dim_int",
+    joined: "cat stack",
     pool_backward: (
         "_adaptive_avg_pool3d_backward adaptive_max_pool2d_backward "
         "adaptive_max_pool3d_backward avg_pool2d_backward avg_pool3d_backward "
