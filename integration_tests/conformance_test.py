@@ -56,7 +56,7 @@ def run_suite(backend, folder, *arguments, path=()):
 def test_this_backend(tmp_path):
     code, out, counts = run_suite(BACKEND, tmp_path)
     assert code == 0, out
-    assert counts["passed"] >= 60, out
+    assert counts["passed"] >= 95, out
     skips = [li for li in out.splitlines() if li.startswith("SKIPPED")]
     assert all("declared: " in line for line in skips)
     declared = declarations.cannot(BACKEND)
@@ -80,7 +80,7 @@ def example(tmp_path):
 def test_the_example(example, tmp_path):
     code, out, counts = run_suite("plain", tmp_path, path=[example])
     assert code == 0, out
-    assert counts["passed"] >= 60, out
+    assert counts["passed"] >= 95, out
 
 
 # What is taken from the example: a file, a text, what replaces it, and the

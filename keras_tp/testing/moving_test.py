@@ -42,6 +42,17 @@ def test_slots_are_laid_out_like_their_variables():
     assert kinds["weight"] and kinds["slot"] == 2 * kinds["weight"]
 
 
+def test_factored_slots_are_split_like_their_variables():
+    with models.model_parallel(CASE).scope():
+        model = CASE.build()
+        model.compile(keras.optimizers.Adafactor(0.01), "mse")
+        model.train_on_batch(CASE.x, CASE.y)
+    rows = distribution.describe(model).rows
+    split = [row for row in rows if row.role == "slot" and row.is_split]
+    # Of each kernel, the sums of rows or of columns; of a bias, both slots.
+    assert len(split) >= 3
+
+
 def test_slots_split_over_the_batch_axis():
     devices = distribution.list_devices()
     _, losses = models.trained(CASE)

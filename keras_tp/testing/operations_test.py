@@ -96,6 +96,19 @@ FAMILIES = {
         "tril": ops.tril,
     },
 }
+
+
+# Without gradients on some backend of Keras.
+ONLY_VALUES = {
+    "median": lambda x: ops.median(x, -1),
+    "median_heads": lambda x: ops.median(x, 1),
+    "quantile": lambda x: ops.quantile(x, 0.3, 1),
+    "scatter": lambda x: ops.scatter(
+        np.array([[0], [2], [1], [3]]), x, (5, HEADS, SIZE)
+    )[:4],
+    "slice_update": lambda x: ops.slice_update(x, (0, 0, 1), 2 * x[:, :, :2]),
+    "stft": lambda x: ops.stft(x, 4, 2, 4)[0],
+}
 # Splits of the kernel of shape (WIDTH, HEADS, SIZE), so of what it gives.
 SPLITS = {"heads": (None, "model", None), "sizes": (None, None, "model")}
 
@@ -138,6 +151,19 @@ def outcome(functions):
     return model, outputs, models.values(model)
 
 
+def layouts(dim):
+    layout_map = distribution.LayoutMap(models.mesh())
+    layout_map[".*up/kernel"] = SPLITS[dim]
+    layout_map[".*up/bias"] = SPLITS[dim][1:]
+    return distribution.ModelParallel(layout_map=layout_map)
+
+
+def compare(functions, found, expected):
+    scale = np.abs(expected).max(0) + 1
+    wrong = np.abs(found - expected).max(0) / scale > 1e-5
+    assert not wrong.any(), np.array(list(functions))[wrong]
+
+
 @pytest.mark.parametrize(
     ("family", "dim"),
     # For functions of single elements, one split is like the other.
@@ -146,13 +172,32 @@ def outcome(functions):
 def test_values_and_gradients(family, dim):
     functions = FAMILIES[family]
     _, expected, weights = outcome(functions)
-    layout_map = distribution.LayoutMap(models.mesh())
-    layout_map[".*up/kernel"] = SPLITS[dim]
-    layout_map[".*up/bias"] = SPLITS[dim][1:]
-    with distribution.ModelParallel(layout_map=layout_map).scope():
+    with layouts(dim).scope():
         model, found, values = outcome(functions)
     assert models.split(model) == {"up/kernel", "up/bias"}
-    scale = np.abs(expected).max(0) + 1
-    wrong = np.abs(found - expected).max(0) / scale > 1e-5
-    assert not wrong.any(), np.array(list(functions))[wrong]
+    compare(functions, found, expected)
     models.assert_close(values, weights)
+
+
+@pytest.mark.parametrize("dim", SPLITS)
+def test_values(dim):
+    def run():
+        keras.utils.set_random_seed(1)
+        return build(ONLY_VALUES).predict(models.CASES["pair"].x, verbose=0)
+
+    expected = run()
+    with layouts(dim).scope():
+        compare(ONLY_VALUES, run(), expected)
+
+
+def test_a_cache_of_heads_is_written_without_a_gather():
+    def write(x):
+        cache = ops.zeros((models.BATCH, HEADS, 2 * SIZE))
+        return ops.slice_update(
+            cache + 0 * ops.tile(x, (1, 1, 2)), (0, 0, 3), x
+        )
+
+    with layouts("heads").scope():
+        model = build({"write": write})
+        found = distribution.count_collectives(model, models.CASES["pair"].x)
+    assert not found["all_gather"].count

@@ -62,6 +62,47 @@ def test_paths_in_safetensors(tmp_path):
         assert models.split(loaded) == models.split(model)
 
 
+@pytest.mark.parametrize("names", [keras.saving, keras.models])
+def test_names_that_save_and_load_folders(names, tmp_path):
+    path = tmp_path / "model.safetensors"
+    with models.model_parallel(CASE).scope():
+        model, _ = models.trained(CASE)
+        names.save_model(model, path)
+        loaded = names.load_model(path)
+        models.assert_close(models.values(loaded), models.values(model), 0)
+        other = models.made(CASE)
+        keras.saving.save_weights(model, path)
+        keras.saving.load_weights(other, path)
+        models.assert_close(models.values(other), models.values(model), 0)
+
+
+def test_older_formats(tmp_path):
+    path = tmp_path / "model.h5"
+    with models.model_parallel(CASE).scope():
+        model, _ = models.trained(CASE)
+        model.save(path)
+        # Keras does not find the loss of such a file by its name.
+        loaded = keras.saving.load_model(path, compile=False)
+        models.assert_close(models.values(loaded), models.values(model), 0)
+        lib = backend.distribution_lib
+        lib.meet("The test")
+        if lib.process_id() == 0:
+            path.write_bytes(path.read_bytes()[:-2000])
+        lib.meet("The test")
+        with pytest.raises(ValueError, match=path.name):
+            keras.saving.load_model(path, compile=False)
+
+
+def test_a_state_tree_with_a_value_too_many():
+    with models.model_parallel(CASE).scope():
+        model, _ = models.trained(CASE)
+        tree = model.get_state_tree()
+        model.set_state_tree(tree)
+        tree["trainable_variables"]["nowhere"] = {"kernel": CASE.x}
+        with pytest.raises(ValueError, match="nowhere"):
+            model.set_state_tree(tree)
+
+
 class Breaks(keras.layers.Dense):
     """A layer that cannot be saved while `broken` is true."""
 

@@ -16,6 +16,7 @@ from keras_tp.backend.hooks import methods_row
 from keras_tp.backend.processes import callbacks
 from keras_tp.backend.saving import one_writer
 from keras_tp.backend.torch_shared import layer_parameters
+from keras_tp.backend.torch_xla import activations
 from keras_tp.backend.torch_xla import batches
 from keras_tp.backend.torch_xla import devices
 from keras_tp.backend.torch_xla import products
@@ -113,6 +114,11 @@ TABLE = [
         "matmul",
         around(products.matmul),
         "stacks of matrices, as of heads, stay split",
+    ),
+    methods_row(
+        "torch.nn.functional",
+        activations.Functions,
+        "gradients of elu, celu and selu are correct",
     ),
     Hook(
         "torch.nn.functional",

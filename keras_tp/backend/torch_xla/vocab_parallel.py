@@ -4,6 +4,7 @@ import math
 
 import torch
 from keras.src.backend.torch import core
+from keras.src.distribution.distribution_lib import TensorLayout
 from keras.src.distribution.distribution_lib import distribution
 
 from keras_tp.backend.torch_xla import placement
@@ -18,8 +19,10 @@ def top_k(original, x, k, sorted=True):
     x = core.convert_to_tensor(x)
     parts = _parts() if placement.is_xla(x) and x.ndim else 1
     size = x.shape[-1] if x.ndim else 0
-    if parts == 1 or k * parts * 2 > size or not x.is_floating_point():
+    if parts == 1:
         return original(x, k, sorted=sorted)
+    if k * parts * 2 > size or not x.is_floating_point():
+        return original(_together(x), k, sorted=sorted)
     # The padding comes after all values that are as small.
     x = torch.nn.functional.pad(x, (0, -size % parts), value=-math.inf)
     values, places = original(x.unflatten(-1, (parts, -1)), k)
@@ -28,6 +31,19 @@ def top_k(original, x, k, sorted=True):
     values, chosen = original(values.flatten(-2), k, sorted=sorted)
     places = torch.take_along_dim(places.flatten(-2), chosen.long(), dim=-1)
     return torch.return_types.topk((values, places))
+
+
+def _together(x):
+    """Returns a tensor whose last dim is whole on each device.
+
+    XLA ends the process if it has to split the gradient of `top_k` along it.
+    """
+    current = distribution()
+    axes = [None] * x.ndim
+    if x.ndim > 1:
+        axes[0] = getattr(current, "batch_dim_name", None)
+    layout = TensorLayout(axes, current.device_mesh)
+    return placement.constrained(x, placement.to_placement(layout))
 
 
 def _parts():

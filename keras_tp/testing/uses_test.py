@@ -1,0 +1,228 @@
+"""Forms of models, and all that a user does with them after the scope."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_tp import distribution
+from keras_tp.testing import models
+
+CASE = models.CASES["pair"]
+X, Y = CASE.x, CASE.y
+STEPS = 2
+
+
+class Subclassed(keras.Model):
+    """A model whose first call builds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = keras.layers.Dense(64, activation="tanh", name="up_0")
+        self.down = keras.layers.Dense(models.WIDTH, name="down_0")
+
+    def call(self, x):
+        return self.down(self.up(x))
+
+
+def sequential():
+    """A model whose first data builds it."""
+    return keras.Sequential(
+        [
+            keras.layers.Dense(64, activation="tanh", name="up_0"),
+            keras.layers.Dense(models.WIDTH, name="down_0"),
+        ]
+    )
+
+
+FORMS = {
+    "functional": lambda: models.pairs(64),
+    "sequential": sequential,
+    "subclassed": Subclassed,
+}
+
+
+def by_fit(model):
+    return model.fit(X, Y, 2, STEPS, verbose=0, shuffle=False).history["loss"]
+
+
+def by_evaluate(model):
+    return [model.evaluate(X, Y, verbose=0), model.test_on_batch(X, Y)]
+
+
+def by_predict(model):
+    return [model.predict(X, verbose=0), model.predict_on_batch(X)]
+
+
+def by_call(model):
+    return [keras.ops.convert_to_numpy(model(X))]
+
+
+def by_batch(model):
+    return [model.train_on_batch(X, Y) for _ in range(STEPS)]
+
+
+def loss_of(outputs):
+    y = keras.ops.convert_to_tensor(Y)
+    return keras.ops.mean(keras.ops.square(outputs - y))
+
+
+def loop_on_jax(model):
+    import jax
+
+    model(X)
+    optimizer = model.optimizer
+    optimizer.build(model.trainable_variables)
+
+    def loss_and_updates(trainable, other):
+        outputs, other = model.stateless_call(trainable, other, X)
+        return loss_of(outputs), other
+
+    @jax.jit
+    def step(trainable, other, state):
+        (loss, other), gradients = jax.value_and_grad(
+            loss_and_updates, has_aux=True
+        )(trainable, other)
+        trainable, state = optimizer.stateless_apply(
+            state, gradients, trainable
+        )
+        return loss, trainable, other, state
+
+    state = [
+        [variable.value for variable in variables]
+        for variables in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            optimizer.variables,
+        )
+    ]
+    losses = []
+    for _ in range(STEPS):
+        loss, *state = step(*state)
+        losses.append(float(loss))
+    return losses
+
+
+def loop_on_tensorflow(model):
+    import tensorflow as tf
+
+    losses = []
+    for _ in range(STEPS):
+        with tf.GradientTape() as tape:
+            loss = loss_of(model(X, training=True))
+        variables = model.trainable_variables
+        gradients = tape.gradient(loss, [v.value for v in variables])
+        model.optimizer.apply(gradients, variables)
+        losses.append(float(loss))
+    return losses
+
+
+def loop_on_torch(model):
+    import torch
+
+    losses = []
+    for _ in range(STEPS):
+        loss = loss_of(model(X, training=True))
+        model.zero_grad()
+        loss.backward()
+        variables = model.trainable_variables
+        with torch.no_grad():
+            model.optimizer.apply([v.value.grad for v in variables], variables)
+        losses.append(float(keras.ops.convert_to_numpy(loss)))
+    return losses
+
+
+USES = {
+    "fit": by_fit,
+    "evaluate": by_evaluate,
+    "predict": by_predict,
+    "call": by_call,
+    "train_on_batch": by_batch,
+    "loop": {
+        "jax": loop_on_jax,
+        "tensorflow": loop_on_tensorflow,
+        "torch": loop_on_torch,
+    }[keras.config.backend()],
+}
+
+
+def made(form):
+    keras.utils.set_random_seed(1)
+    model = FORMS[form]()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def planned():
+    return distribution.TensorParallel(models.mesh(), "batch")
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_is_used_after_the_scope(form, use):
+    expected = USES[use](made(form))
+    with planned().scope():
+        model = made(form)
+    found = USES[use](model)
+    models.assert_close(found, expected)
+    assert len(models.split(model)) == 3
+
+
+@pytest.mark.parametrize("use", ["fit", "loop"])
+def test_a_model_that_was_moved_is_used(use):
+    one = made("functional")
+    moved = made("functional")
+    distribution.distribute_model(moved, planned())
+    for _ in range(2):
+        models.assert_close(USES[use](moved), USES[use](one))
+    assert models.split(moved)
+
+
+def test_two_models_keep_their_own_distributions():
+    expected = [by_batch(made(form)) for form in ("functional", "subclassed")]
+    with planned().scope():
+        first = made("functional")
+    parallel = distribution.DataParallel(models.axis("batch"))
+    with parallel.scope():
+        second = made("subclassed")
+        models.assert_close(by_batch(first), expected[0])
+    models.assert_close(by_batch(second), expected[1])
+    assert models.split(first) and not models.split(second)
+
+
+def test_each_device_has_its_part_of_a_batch():
+    with distribution.DataParallel(models.axis("batch")).scope():
+        model = made("functional")
+        sums = distribution.count_collectives(model, X, Y)["all_reduce"]
+    # The gradient of each weight is a sum over the devices.
+    held = sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables)
+    assert sums.bytes >= held
+
+
+def test_a_pattern_that_matches_nothing_is_told():
+    layout_map = distribution.LayoutMap(models.mesh())
+    layout_map[".*up_0/kernel"] = models.COLUMN
+    layout_map[".*upp_0/bias"] = ("model",)
+    with distribution.ModelParallel(layout_map=layout_map).scope():
+        with pytest.warns(UserWarning, match="upp_0/bias"):
+            made("functional")
+
+
+@pytest.mark.parametrize("kind", ["lora", "int8"])
+def test_what_replaces_a_kernel_is_split_like_it(kind):
+    with models.model_parallel(CASE).scope():
+        model = models.made(CASE)
+        whole = model.predict(X, verbose=0)
+        if kind == "lora":
+            for layer in model.layers[1:]:
+                layer.enable_lora(4)
+        else:
+            model.quantize("int8")
+        found = model.predict(X, verbose=0)
+    name = "kernel" if kind == "int8" else "lora_kernel_b"
+    split = [
+        row.path
+        for row in distribution.describe(model).rows
+        if row.path.endswith(f"up_0/{name}") and row.is_split
+    ]
+    assert split
+    models.assert_close([found], [whole], 0.2 if kind == "int8" else 1e-5)
