@@ -15,6 +15,9 @@ itself on the devices it is asked for:
 The last one is plain Keras, without any distribution, and gives the same
 losses: to rounding (1e-5) over the first 30 to 40 steps, and then as far apart
 as training drives a rounding error, with a distribution or without one.
+
+It ends with a summary, and writes the plan of the model as a page and the
+table of what each device holds to the folder `--output`.
 """
 
 import argparse
@@ -23,18 +26,16 @@ import math
 import os
 import pathlib
 import sys
-import sysconfig
 import time
 
 # Layers, hidden size, heads, feed-forward size, and a peak learning rate that
-# suits them. That of `mini`, the default, and the default number of steps are
-# such that rounding stays rounding: the losses on any mesh are those of one
-# device all along. Over a longer run, or at a higher rate, training itself
-# amplifies the last bit, as it does between any two machines. `opt-125m` is
-# OPT-125M with bytes for tokens: its blocks and its learning rate
-# (https://arxiv.org/abs/2205.01068, table 1).
+# suits them. That of `mini` is so low that rounding stays rounding for 120
+# steps: the losses on any mesh are those of one device. Over a longer run, or
+# at a higher rate, training itself amplifies the last bit, as it does between
+# any two machines. `opt-125m` is OPT-125M with bytes for tokens: its blocks and
+# its learning rate (https://arxiv.org/abs/2205.01068, table 1).
 SIZES = {
-    "tiny": (2, 64, 4, 256, 1e-3),
+    "tiny": (2, 64, 8, 256, 3e-3),
     "mini": (2, 128, 8, 512, 5e-4),
     "small": (4, 256, 8, 1024, 1e-3),
     "medium": (8, 512, 8, 2048, 6e-4),
@@ -48,54 +49,26 @@ def parse_options():
     """Returns the options of the command line, with the mesh worked out."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add(
-        "--devices",
-        type=int,
-        help="how many; by default those of the mesh, or 4",
-    )
+    numbers = {
+        "--devices": (int, None, "how many; those of the mesh, or 4"),
+        "--steps": (int, 1500, "batches to train on (%(default)s)"),
+        "--batch-size": (int, 8, "sequences in a batch (%(default)s)"),
+        "--sequence-length": (int, 64, "bytes in each (%(default)s)"),
+        "--dropout": (float, 0.0, "rate in every block (%(default)s)"),
+        "--seed": (int, 0, "of weights, data, dropout (%(default)s)"),
+    }
+    for name, (kind, default, text) in numbers.items():
+        add(name, type=kind, default=default, help=text)
     add("--processes", help="how many share the devices (one; on torch all)")
     add("--mesh", help="batch x model, such as 2x2; by default 1 x devices")
+    backends = ["jax", "tensorflow", "torch"]
+    add("--backend", choices=backends, default="jax", help="(%(default)s)")
+    add("--size", choices=SIZES, default="tiny", help="(%(default)s)")
     add(
-        "--backend",
-        choices=["jax", "tensorflow", "torch"],
-        default="jax",
-        help="Keras's backend (%(default)s)",
-    )
-    add(
-        "--size",
-        choices=SIZES,
-        default="mini",
-        help="of the model (%(default)s)",
-    )
-    add(
-        "--steps",
-        type=int,
-        default=120,
-        help="batches to train on (%(default)s)",
-    )
-    add(
-        "--batch-size",
-        type=int,
-        default=32,
-        help="sequences in a batch (%(default)s)",
-    )
-    add(
-        "--sequence-length",
-        type=int,
-        default=64,
-        help="bytes in each (%(default)s)",
-    )
-    add(
-        "--dropout",
-        type=float,
-        default=0.0,
-        help="rate in every block (%(default)s)",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        help="of weights, data and dropout (%(default)s)",
+        "--output",
+        metavar="FOLDER",
+        default="build/train_lm",
+        help="for the page of the plan and the table (%(default)s)",
     )
     add("--log", metavar="FILE", help="JSON of all losses to write")
     add("--launched", action="store_true", help=argparse.SUPPRESS)
@@ -148,9 +121,9 @@ if OPTIONS.devices > 1 and not OPTIONS.launched:
 import keras
 import keras_hub
 import numpy as np
+import train_lm_report
+import train_lm_text
 from keras import ops
-from rich.console import Console
-from rich.table import Table
 
 import keras_tp
 
@@ -197,49 +170,6 @@ class LossLog(keras.callbacks.Callback):
         self.losses.append(float(logs["step_loss"]))
 
 
-def read_text():
-    """Returns the text to train on and the held-out text.
-
-    Returns:
-        Two arrays of bytes. Every tenth file of the standard library is held
-        out, in the order of their names.
-    """
-    folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    files = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
-    held_out = b"".join(files[9::10])
-    train = b"".join(f for i, f in enumerate(files) if i % 10 != 9)
-    return (np.frombuffer(text, "uint8") for text in (train, held_out))
-
-
-def inputs_and_targets(text, starts, length):
-    """Cuts sequences from a text.
-
-    Args:
-        text: Array of bytes.
-        starts: Array of ints, where each sequence starts.
-        length: Int, bytes in a sequence.
-
-    Returns:
-        The inputs of an OPT model, and for each byte the one that follows.
-    """
-    cut = text[starts[:, None] + np.arange(length + 1)].astype("int32")
-    inputs = {
-        "token_ids": cut[:, :-1],
-        "padding_mask": np.ones_like(cut[:, :-1]),
-    }
-    return inputs, cut[:, 1:]
-
-
-def unigram_entropy(targets):
-    """Returns the entropy of single bytes in nats.
-
-    No model that ignores the context has a lower loss on these bytes.
-    """
-    share = np.bincount(targets.ravel()) / targets.size
-    share = share[share > 0]
-    return float(-(share * np.log(share)).sum())
-
-
 def opt_layout_map(mesh):
     """Returns the layouts of OPT: two all-reduces forward in each block.
 
@@ -277,6 +207,7 @@ def build_model(options):
     before lays out its variables while they are made.
     """
     layers, hidden, heads, feed_forward, learning_rate = SIZES[options.size]
+    length = options.sequence_length
     backbone = keras_hub.models.OPTBackbone(
         vocabulary_size=VOCABULARY,
         num_layers=layers,
@@ -284,7 +215,7 @@ def build_model(options):
         hidden_dim=hidden,
         intermediate_dim=feed_forward,
         dropout=options.dropout,
-        max_sequence_length=options.sequence_length,
+        max_sequence_length=length,
         name="backbone",
     )
     model = ByteLM(backbone, name="byte_lm")
@@ -299,35 +230,11 @@ def build_model(options):
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         # KerasHub's default is an accuracy.
         weighted_metrics=[],
-        sampler="greedy",
+        sampler=train_lm_text.GumbelSampler(
+            length, 8, VOCABULARY, options.seed, temperature=0.5
+        ),
     )
     return model
-
-
-def sample(model, text):
-    """Returns a text with its second half generated by the model.
-
-    Args:
-        text: Array of bytes, as many as in a sequence.
-    """
-    known = np.arange(len(text)) < len(text) // 2
-    prompt = {
-        "token_ids": text[None].astype("int32"),
-        "padding_mask": known[None].astype("int32"),
-    }
-    generated = model.generate(prompt, stop_token_ids=None)["token_ids"]
-    return bytes(np.asarray(generated)[0].astype("uint8"))
-
-
-def collectives_table(counts):
-    """Returns a table of what `count_collectives` counted."""
-    table = Table(title="Collectives of one train step")
-    table.add_column("collective")
-    table.add_column("count", justify="right")
-    table.add_column("MiB/device", justify="right")
-    for name, (count, size) in counts.items():
-        table.add_row(name, str(count), f"{size / 2**20:.3f}")
-    return table
 
 
 def main(options):
@@ -336,14 +243,13 @@ def main(options):
     Args:
         options: Namespace of `parse_options`.
     """
-    started = time.time()
     keras.utils.set_random_seed(options.seed)
+    mesh = keras_tp.distribution.DeviceMesh(
+        options.mesh,
+        ["batch", "model"],
+        keras_tp.distribution.list_devices()[: options.devices],
+    )
     if options.devices > 1:
-        mesh = keras_tp.distribution.DeviceMesh(
-            options.mesh,
-            ["batch", "model"],
-            keras_tp.distribution.list_devices()[: options.devices],
-        )
         keras_tp.distribution.set_distribution(
             keras_tp.distribution.ModelParallel(
                 layout_map=opt_layout_map(mesh), batch_dim_name="batch"
@@ -351,75 +257,75 @@ def main(options):
         )
     model = build_model(options)
 
-    train, held_out = read_text()
-    length = options.sequence_length
+    train, held_out = train_lm_text.read_text()
+    length, batch_size = options.sequence_length, options.batch_size
     # Drawn once, in the order of training: the same at any device count.
     starts = np.random.default_rng(options.seed).integers(
-        0, len(train) - length, size=options.steps * options.batch_size
+        0, len(train) - length, size=options.steps * batch_size
     )
-    x, y = inputs_and_targets(train, starts, length)
+    x, y = train_lm_text.inputs_and_targets(train, starts, length)
     # Sequences spread evenly over all held-out files.
     val_starts = np.linspace(0, len(held_out) - length - 1, 512).astype(int)
-    val_x, val_y = inputs_and_targets(held_out, val_starts, length)
+    val_x, val_y = train_lm_text.inputs_and_targets(
+        held_out, val_starts, length
+    )
 
+    title = (
+        f"OPT {options.size}: {model.count_params():,} parameters, on "
+        f"{options.devices} device(s), mesh {options.mesh} (batch, model)"
+    )
     if FIRST_PROCESS:
-        print(
-            f"OPT {options.size}: {model.count_params():,} parameters, on "
-            f"{options.devices} device(s), mesh {options.mesh} (batch, model)"
-        )
+        print(title)
     log = LossLog()
     # Bars that can be redrawn, or a line for each epoch in a file.
     verbose = 1 if sys.stdout.isatty() else 2
     epochs = 10 if options.steps >= 100 and options.steps % 10 == 0 else 1
+    started = time.time()
     model.fit(
         x,
         y,
-        batch_size=options.batch_size,
+        batch_size=batch_size,
         epochs=epochs,
         steps_per_epoch=options.steps // epochs,
         shuffle=False,
         callbacks=[log],
         verbose=verbose,
     )
+    seconds = time.time() - started
     val_loss = model.evaluate(
-        val_x,
-        val_y,
-        batch_size=options.batch_size,
-        verbose=verbose,
-        return_dict=True,
+        val_x, val_y, batch_size=32, verbose=verbose, return_dict=True
     )["loss"]
-    entropy = unigram_entropy(val_y)
-    first = {name: value[: options.batch_size] for name, value in x.items()}
-    counts = keras_tp.distribution.count_collectives(
-        model, first, y[: options.batch_size]
-    )
+    first = {name: value[:batch_size] for name, value in x.items()}
+    result = {
+        "backend": options.backend,
+        "devices": options.devices,
+        "mesh": options.mesh,
+        "size": options.size,
+        "seed": options.seed,
+        "seconds": seconds,
+        "losses": log.losses,
+        "val_loss": val_loss,
+        "unigram_entropy": train_lm_text.unigram_entropy(val_y),
+        # Each process takes part in these three, and in `describe`.
+        "collectives": keras_tp.distribution.count_collectives(
+            model, first, y[:batch_size]
+        ),
+        "samples": [list(text) for text in train_lm_text.sample(model, length)],
+    }
     report = keras_tp.distribution.describe(model)
-    generated = sample(model, held_out[:length])
     if not FIRST_PROCESS:
         return
-
-    print(report)
-    Console(width=120).print(collectives_table(counts))
-    print(
-        f"Validation loss on held-out files: {val_loss:.4f} nats per byte\n"
-        f"Unigram entropy of the same bytes: {entropy:.4f} nats per byte\n"
-        f"Prompt:    {generated[: length // 2]}\n"
-        f"Generated: {generated[length // 2 :]}\n"
-        f"Seconds since the devices started: {time.time() - started:.0f}"
-    )
+    plan = keras_tp.distribution.plan_sharding(model, mesh)
+    predicted = train_lm_report.predicted_all_reduces(plan, batch_size, length)
+    result["predicted_all_reduces"] = predicted
+    folder = pathlib.Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    plan.to_html(folder / "plan.html", batch_size, length)
+    (folder / "sharding.txt").write_text(str(report))
+    print()
+    print(title)
+    print(train_lm_report.summary(result, report, folder))
     if options.log:
-        result = {
-            "backend": options.backend,
-            "devices": options.devices,
-            "mesh": options.mesh,
-            "size": options.size,
-            "seed": options.seed,
-            "losses": log.losses,
-            "val_loss": val_loss,
-            "unigram_entropy": entropy,
-            "collectives": counts,
-            "sample": list(generated),
-        }
         pathlib.Path(options.log).write_text(json.dumps(result, indent=2))
 
 
