@@ -79,6 +79,10 @@ setup(
             "tensorflow>=2.20",
             "orbax-checkpoint>=0.11",
             "tensorboard",
+            # For the notebooks in examples/.
+            "ipykernel",
+            "jupytext",
+            "nbclient",
         ],
         "docs": ["sphinx>=9", "myst-parser>=5", "furo"],
     },

@@ -23,7 +23,7 @@ def test_a_wheel_has_all_modules_and_only_the_suite_of_tests(tmp_path):
         capture_output=True,
         timeout=120,
     )
-    ends = ".py", ".css", ".js"
+    ends = ".py", ".css", ".js", ".ipynb"
 
     def files(root, folder):
         found = (root / folder).rglob("*")

@@ -78,7 +78,7 @@ torch)
         integration_tests/conformance_test.py
         integration_tests/{engines,examples,guides}_test.py
         integration_tests/{fuzz_files,keras_suite,one_device}_test.py
-        integration_tests/{output,planning,readme,stuck,train_lm}_test.py
+        integration_tests/{notebooks,output,planning,readme,stuck,train_lm}_test.py
     )
     case ${KERAS_TP_TESTS:-} in
     processes) others=() ;;
