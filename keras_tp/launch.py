@@ -1,15 +1,15 @@
 """Runs a script on several devices: `python -m keras_tp.launch`."""
 
 import argparse
+import difflib
 import os
-import sys
 
 import keras
 
 from keras_tp import backend
+from keras_tp import script_backend
 from keras_tp.backend.processes import engine_commands
 from keras_tp.backend.processes import engines
-from keras_tp.backend.processes import script_backend
 from keras_tp.backend.processes import supervisor
 
 
@@ -80,17 +80,15 @@ def main(argv=None):
     problem = (
         _problem(options)
         or _engine_started(options)
+        or _no_script(options)
         or _other_backend(options.script, choice)
     )
     if problem:
         parser.error(problem)
     if _is_to_take(choice):
-        if argv is not None:
-            parser.error(
-                f"set {script_backend.VARIABLE}={choice.backend} before "
-                "Python runs"
-            )
-        _start_again(choice.backend)
+        parser.error(
+            f"set {script_backend.VARIABLE}={choice.backend} before Python runs"
+        )
     plan = supervisor.Plan(
         options.devices,
         options.processes,
@@ -140,6 +138,24 @@ def _problem(options):
     return None
 
 
+def _no_script(options):
+    """Returns an error if the script is not there, or `None`.
+
+    Commands that are only printed may be for another host.
+    """
+    script = options.script
+    is_only_printed = options.dry_run or options.print_env is not None
+    if is_only_printed or os.path.exists(script):
+        return None
+    folder, name = os.path.split(os.path.abspath(script))
+    if not os.path.isdir(folder):
+        return f"there is no script {script!r}: there is no folder {folder!r}"
+    here = sorted(file for file in os.listdir(folder) if file.endswith(".py"))
+    near = difflib.get_close_matches(name, here, n=1)
+    hint = f". Did you mean {near[0]!r}?" if near else ""
+    return f"there is no script {name!r} in the folder {folder!r}{hint}"
+
+
 def _engine_started(options):
     """Returns an error if an engine started several launchers, or `None`.
 
@@ -183,13 +199,6 @@ def _is_to_take(choice):
         and choice.backend is not None
         and choice.backend != keras.config.backend()
     )
-
-
-def _start_again(chosen):
-    """Replaces this process by one that imports Keras with a backend."""
-    command = [sys.executable, "-m", "keras_tp.launch", *sys.argv[1:]]
-    environment = {**os.environ, script_backend.VARIABLE: chosen}
-    os.execve(sys.executable, command, environment)
 
 
 def _multiples(count):

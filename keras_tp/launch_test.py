@@ -8,7 +8,7 @@ import sys
 import keras
 import pytest
 
-from keras_tp.backend.processes import script_backend
+from keras_tp import script_backend
 from keras_tp.launch import main
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -100,6 +100,8 @@ def test_the_exit_code_and_the_error_are_the_scripts(tmp_path):
     result = launch("--devices", "2", str(path))
     assert result.returncode == 1
     assert "from the script" in result.stderr
+    # Without the lines of the launcher.
+    assert result.stderr.count('  File "') == 1
 
 
 def test_bad_arguments(script):
@@ -107,6 +109,19 @@ def test_bad_arguments(script):
     assert result.returncode == 2
     assert "at least 1" in result.stderr
     assert launch(script).returncode == 2
+
+
+def test_a_script_that_is_not_there(script):
+    folder = pathlib.Path(script).parent
+    result = launch("--devices", "2", str(folder / "trian.py"))
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == (
+        "python -m keras_tp.launch: error: there is no script 'trian.py' in "
+        f"the folder {str(folder)!r}. Did you mean 'train.py'?"
+    )
+    result = launch("--devices", "2", str(folder / "src" / "train.py"))
+    assert result.returncode == 2
+    assert f"there is no folder {str(folder / 'src')!r}" in result.stderr
 
 
 def test_dry_run_of_one_process(script):

@@ -74,13 +74,30 @@ def _quietly(execute, module):
                     os.write(2, line)
 
 
+def command():
+    """Returns the arguments after this package's command, or `None`.
+
+    The commands are `keras-tp`, `python -m keras_tp` and
+    `python -m keras_tp.launch`; the last one is returned as `launch ...`. In
+    any other process the result is `None`.
+    """
+    given = iter(sys.orig_argv[1:])
+    for argument in given:
+        if argument in ("-W", "-X"):
+            next(given, None)
+        elif argument == "-m":
+            module = next(given, None)
+            if module == "keras_tp.launch":
+                return ["launch", *given]
+            return list(given) if module == "keras_tp" else None
+        elif argument == "-c" or not argument.startswith("-"):
+            is_ours = os.path.basename(argument) == "keras-tp"
+            return list(given) if is_ours else None
+    return None
+
+
 def _is_launched():
-    arguments = sys.orig_argv
-    return LAUNCHER in os.environ or any(
-        pair in (("-m", "keras_tp.launch"), ("-m", "keras_tp"))
-        or pair[0].endswith("/keras-tp")
-        for pair in zip(arguments, arguments[1:])
-    )
+    return LAUNCHER in os.environ or command() is not None
 
 
 silence_tensorflow()

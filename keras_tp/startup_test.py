@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from keras_tp import startup
+
 ROOT = pathlib.Path(__file__).parent.parent
 # In the place of the real one: what it writes to stderr, and when.
 TENSORFLOW = """
@@ -74,3 +76,22 @@ def test_an_import_that_fails_says_why(stderr_of):
     said = stderr_of(KERAS_TP_LAUNCHER="1", FAILS="1")
     assert said.startswith("\n".join(SHOWN))
     assert said.endswith("ImportError: cannot be imported\n")
+
+
+COMMANDS = {
+    "keras-tp plan x": ["plan", "x"],
+    "/bin/keras-tp": [],
+    "-m keras_tp doctor": ["doctor"],
+    "-m keras_tp.launch --devices 2 x.py": ["launch", "--devices", "2", "x.py"],
+    "-W error -X dev -u -m keras_tp lint": ["lint"],
+    "train.py -m keras_tp": None,
+    "-m pytest keras_tp": None,
+    "-c pass": None,
+    "": None,
+}
+
+
+@pytest.mark.parametrize("line, expected", COMMANDS.items())
+def test_the_command(line, expected, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", *line.split()])
+    assert startup.command() == expected

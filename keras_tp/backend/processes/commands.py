@@ -1,6 +1,7 @@
 """The commands that error messages suggest, and the code behind them."""
 
 import builtins
+import functools
 import os
 import runpy
 import sys
@@ -40,10 +41,20 @@ def launch(device_count):
 
 
 def run_script(argv):
-    """Runs a script, with its arguments, as `python SCRIPT` does."""
+    """Runs a script, with its arguments, as `python SCRIPT` does.
+
+    Its errors, too, look as if it had been started by itself.
+    """
     sys.argv = list(argv)
+    sys.excepthook = functools.partial(_show, sys.excepthook)
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
     runpy.run_path(argv[0], run_name="__main__")
+
+
+def _show(excepthook, kind, error, trace):
+    shown = trace_of_script(trace)
+    # Python's own hook prints the traceback of the error.
+    excepthook(kind, error.with_traceback(shown), shown)
 
 
 def trace_of_script(trace):
