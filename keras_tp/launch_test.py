@@ -104,6 +104,34 @@ def test_the_exit_code_and_the_error_are_the_scripts(tmp_path):
     assert result.stderr.count('  File "') == 1
 
 
+UNUSED = "[keras_tp.launch] Nothing was split over the 2 devices"
+
+
+def test_a_script_that_sets_no_distribution_is_told_so(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("from keras_tp import distribution as dist\n")
+    result = launch("--devices", "2", str(path))
+    assert result.returncode == 0
+    assert result.stderr.count(UNUSED) == 1, result.stderr
+    # Not if it fails, or if there is one device.
+    assert UNUSED not in launch("--devices", "1", str(path)).stderr
+    path.write_text("import keras_tp\n1 / 0\n")
+    result = launch("--devices", "2", str(path))
+    assert UNUSED not in result.stderr
+    assert "ZeroDivisionError" in result.stderr
+
+
+def test_a_script_that_sets_a_distribution_is_not(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "from keras_tp import distribution as dist\n"
+        "with dist.DataParallel().scope():\n    pass\n"
+    )
+    result = launch("--devices", "2", str(path))
+    assert result.returncode == 0, result.stderr
+    assert UNUSED not in result.stderr
+
+
 def test_bad_arguments(script):
     result = launch("--devices", "0", script)
     assert result.returncode == 2

@@ -5,6 +5,7 @@ from keras_tp.backend import current
 from keras_tp.backend.current import SUPPORTED_BACKENDS
 from keras_tp.backend.current import load
 from keras_tp.backend.processes import error_propagation
+from keras_tp.backend.processes import unused_devices
 
 # Runs first, so that the launcher also shows errors of later imports.
 error_propagation.report_to_launcher()
@@ -19,6 +20,8 @@ def __getattr__(name):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+if current.name() == "torch":
+    unused_devices.watch()
 if current.name() in ("tensorflow", "torch_xla"):
     # They read some settings once, when they first run something.
     load("distribution_lib")

@@ -24,6 +24,8 @@ MINIMUM_VERSIONS = {
 _ABSENT = object()
 _installed = []
 _waiting = []
+# Not empty once a table was installed.
+_history = []
 
 
 class Hook(
@@ -176,6 +178,7 @@ def install(table):
     """
     if _installed:
         return
+    _history.append(len(table))
     check_versions()
     due = [(hook, hook.resolve()) for hook in table if hook.is_due()]
     _replace(due)
@@ -218,3 +221,8 @@ def uninstall():
 def is_installed():
     """Returns whether the hooks are in place."""
     return bool(_installed)
+
+
+def was_installed():
+    """Returns whether the hooks are in place, or have been."""
+    return bool(_history)

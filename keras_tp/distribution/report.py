@@ -244,7 +244,7 @@ _WHY_REPLICATED = {
 
 def _why_replicated(variable, role, axes, distribution):
     if axes is None:
-        return "no distribution"
+        return "the model has no distribution"
     if role in _WHY_REPLICATED:
         return _WHY_REPLICATED[role]
     origin = variable_origin.origin_of(variable)

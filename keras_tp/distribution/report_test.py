@@ -93,7 +93,7 @@ def test_a_plain_model():
     (device,) = row.device_bytes
     assert row.device_bytes == {device: 288}
     assert device in dist.list_devices()
-    assert row.why == "no distribution"
+    assert row.why == "the model has no distribution"
 
 
 def test_printed_and_as_json():
@@ -101,13 +101,40 @@ def test_printed_and_as_json():
         model = mlp()
     report = dist.describe(model)
     text = str(report)
-    for part in ("net/up/kernel", "(6, 12)", "(None, 'model')", "cpu:1", "B"):
+    for part in (
+        "net/up/kernel",
+        "(6, 12)",
+        "(None, 'model')",
+        "2 devices",
+        "B",
+    ):
         assert part in text
     assert max(len(line) for line in text.splitlines()) <= 120
     assert "% of the bytes split" in repr(report)
     assert json.loads(json.dumps(report.to_dict()))["model"] == "net"
     with pytest.raises(KeyError, match="net/up/karnel"):
         report["net/up/karnel"]
+
+
+def test_the_last_lines_say_what_each_device_holds():
+    def last(*held):
+        devices = {f"cpu:{k}": size for k, size in enumerate(held)}
+        row = VariableReport(
+            *("net/kernel", "weight", (4, 4), "float32", ("model", None), 64),
+            *(devices, ""),
+        )
+        text = str(ShardingReport("net", [row]))
+        return text.rpartition("-\n")[2].splitlines()
+
+    assert last(64) == ["cpu:0 holds all variables: 64 B."]
+    assert last(32, 32) == [
+        "Each of 2 devices holds 32 B. All variables together have 64 B."
+    ]
+    assert last(48, 16) == [
+        "cpu:0 holds 48 B.",
+        "cpu:1 holds 16 B.",
+        "All variables together have 64 B.",
+    ]
 
 
 def test_slots_are_a_column_or_rows():
@@ -122,7 +149,9 @@ def test_slots_are_a_column_or_rows():
     (line,) = [x for x in text.splitlines() if "net/up/kernel" in x]
     assert f"2 x {held} B" in line
     assert slots[0].path not in text
-    assert "Not listed: " in text and "describe(model, slots=True)" in text
+    said = " ".join(text.split())
+    assert "2 of metrics" in said and "2 of the optimizer), together" in said
+    assert "`describe(model, slots=True)` lists them." in said
     # The data has all, whatever is printed.
     every = dist.describe(model, slots=True)
     assert every.rows == report.rows

@@ -41,16 +41,27 @@ def text(report, slots=False):
         return name, str(row.shape), layout, held, other, why
 
     groups, said = folding.groups(rows, key, row_of)
-    total = format_bytes(report.total_bytes)
     return tables.listing(
         *(f"Sharding of {report.model_name}", columns, groups),
         *said,
         *left,
-        *(
-            f"{device}: {format_bytes(held)} of {total}"
-            for device, held in sorted(report.device_bytes.items())
-        ),
+        *_devices(report),
     )
+
+
+def _devices(report):
+    total = format_bytes(report.total_bytes)
+    held = {
+        device: format_bytes(size)
+        for device, size in sorted(report.device_bytes.items())
+    }
+    sizes = set(held.values())
+    if len(held) == 1:
+        return [f"{', '.join(held)} holds all variables: {total}."]
+    whole = f"All variables together have {total}."
+    if len(sizes) == 1:
+        return [f"Each of {len(held)} devices holds {sizes.pop()}. {whole}"]
+    return [*(f"{name} holds {size}." for name, size in held.items()), whole]
 
 
 def key(row):
@@ -112,12 +123,16 @@ def _others(report):
         return []
     held = sum(map(held_by_one, found))
     counted = collections.Counter(row.role for row in found)
-    names = {variable_origin.SLOT: "optimizer"}
+    words = {
+        variable_origin.SLOT: "of the optimizer",
+        variable_origin.METRIC: "of metrics",
+        variable_origin.SEED: "of random state",
+    }
     roles = ", ".join(
-        f"{count} of {names.get(role, role)}" for role, count in counted.items()
+        f"{count} {words[role]}" for role, count in counted.items()
     )
     return [
-        f"Not listed: {len(found)} other variables ({roles}), "
-        f"{format_bytes(held)} on a device. `describe(model, slots=True)` "
-        "lists all."
+        f"Not listed: {len(found)} other variables ({roles}), together "
+        f"{format_bytes(held)} on each device. `describe(model, slots=True)` "
+        "lists them."
     ]

@@ -344,7 +344,7 @@ def launch(plan, argv):
             f"{len(available)}: {available}. To use virtual CPU devices "
             "instead, set JAX_PLATFORMS=cpu."
         )
-    commands.run_script(argv)
+    commands.run_script(argv, plan.devices)
 
 
 def how_to_launch(device_count):

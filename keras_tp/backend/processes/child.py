@@ -31,7 +31,8 @@ def main(argv):
             "virtual CPU devices instead, hide the accelerators."
         )
     try:
-        commands.run_script(argv)
+        is_first = lib.process_id() == 0
+        commands.run_script(argv, wanted if is_first else 0)
     except SystemExit as e:
         code = 0 if e.code is None else e.code
         if not isinstance(code, int):

@@ -40,15 +40,34 @@ def launch(device_count):
     return f"python -m keras_tp.launch --devices {device_count} {script()}"
 
 
-def run_script(argv):
+def run_script(argv, devices=0):
     """Runs a script, with its arguments, as `python SCRIPT` does.
 
     Its errors, too, look as if it had been started by itself.
+
+    Args:
+        argv: List of strings, the script and its arguments.
+        devices: Int, the number of devices of the run. A line on stderr says
+            at the end if the script did not use them. Defaults to 0: no line.
     """
     sys.argv = list(argv)
     sys.excepthook = functools.partial(_show, sys.excepthook)
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
-    runpy.run_path(argv[0], run_name="__main__")
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as e:
+        if e.code:
+            raise
+        _tell(devices)
+        raise
+    _tell(devices)
+
+
+def _tell(devices):
+    # A late import, because it imports Keras.
+    from keras_tp.backend.processes import unused_devices
+
+    unused_devices.tell(devices)
 
 
 def _show(excepthook, kind, error, trace):

@@ -237,7 +237,7 @@ def launch(plan, argv):
             f"{len(available)}: {available}. To use virtual CPU devices "
             "instead, hide the others: set CUDA_VISIBLE_DEVICES=-1."
         )
-    commands.run_script(argv)
+    commands.run_script(argv, plan.devices)
 
 
 def how_to_launch(device_count):

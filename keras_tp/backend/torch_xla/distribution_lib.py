@@ -226,7 +226,7 @@ def launch(plan, argv):
             f"The run needs {plan.devices} devices, but torch_xla has "
             f"{devices.count()}. {devices.how_to_get(plan.devices)}"
         )
-    commands.run_script(argv)
+    commands.run_script(argv, plan.devices)
 
 
 def how_to_launch(device_count):

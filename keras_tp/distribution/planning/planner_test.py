@@ -46,6 +46,18 @@ def test_two_layers_are_a_column_and_a_row(count):
     assert plan.collectives(8) == {"all_reduce": (1, 8 * 5 * 4)}
 
 
+def test_what_goes_with_a_kernel_that_is_split_another_way_says_so():
+    inputs = keras.Input((12,))
+    x = layers.Dense(16, activation="relu", name="up")(inputs)
+    x = layers.Dense(8, activation="relu", name="down")(x)
+    plan = plan_of(keras.Model(inputs, layers.Dense(1, name="out")(x)))
+    assert split(plan) == PAIR
+    why = "goes with dim 1 of 'down/kernel', which is split along dim 0 instead"
+    assert plan["down/bias"].why == f"dim 0: {why}"
+    assert plan["out/kernel"].why == f"dim 0: {why}"
+    assert plan["out/bias"].why == "it has one element"
+
+
 def test_a_table_of_positions_is_an_embedding():
     class Positions(layers.Layer):
         def build(self, shape):

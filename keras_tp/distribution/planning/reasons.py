@@ -77,6 +77,31 @@ def other_dim(dim, sizes, chosen):
     )
 
 
+def goes_with(members, free, by_path, taken):
+    """Returns why a class is not split whose largest variables are not free.
+
+    Args:
+        members: List of `(path, dim, blocks)`, all variables of the class.
+        free: Dict whose keys are the paths that could still be split.
+        by_path: Dict of path to value.
+        taken: Dict of path to `(dim, blocks)` of the variables that are split
+            in another way.
+    """
+    path, dim, _ = max(
+        (member for member in members if member[0] not in free),
+        key=lambda member: by_path[member[0]].nbytes,
+    )
+    how = "not split along it"
+    if path in taken:
+        how = f"split along dim {taken[path][0]} instead"
+    return f"goes with dim {dim} of {path!r}, which is {how}"
+
+
+def one_element(shape):
+    """Returns why a variable with one element is not split."""
+    return "it has one element" if shape else "a scalar"
+
+
 def _per_example(sizes):
     per_position = " and position" * any(size.length for size in sizes)
     return f"{format_bytes(_bytes(sizes))} per example{per_position}"

@@ -274,9 +274,8 @@ class _Planner(Classes):
                 self.skipped[root] = self._why_not_alone(root, saved, enough)
                 continue
             if saved < BROKEN_SHARE * whole_class:
-                self.skipped[root] = (
-                    "most variables that are split with it are split along "
-                    "another dim"
+                self.skipped[root] = reasons.goes_with(
+                    self.members[root], free, self.by_path, self.taken
                 )
                 continue
             if is_fused:
@@ -417,8 +416,8 @@ class _Planner(Classes):
         if path in self.frozen:
             return self.frozen[path]
         if math.prod(value.shape) == 1:
-            return "a scalar"
-        reasons = []
+            return reasons.one_element(value.shape)
+        found = []
         for i, why in enumerate(obstacles):
             if value.shape[i] > 1:
                 root, _ = self.class_of((value.index, i))
@@ -427,8 +426,8 @@ class _Planner(Classes):
                 if not why and root in self.classes_in_blocks:
                     fused = self.classes_in_blocks[root]
                     why = f"goes with {fused!r}, which is whole"
-                reasons.append(f"dim {i}: {why or self.skipped[root]}")
-        return "; ".join(reasons)
+                found.append(f"dim {i}: {why or self.skipped[root]}")
+        return "; ".join(found)
 
     def _split_dim(self, value):
         """Returns the dim of a value that is split, or `None`."""
