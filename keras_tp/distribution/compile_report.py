@@ -1,16 +1,29 @@
 """The report of a train step that was compiled for another machine."""
 
-import io
 import json
 
 from keras_tp.backend.saving import atomic_files
 from keras_tp.distribution import compiled_step
 from keras_tp.distribution.pages import compile_page
+from keras_tp.distribution.planning import tables
 from keras_tp.distribution.tensor_layout import format_bytes
 
 # Of XLA's custom calls; without one of them, attention is matmuls and a
 # softmax over a matrix of length x length.
 NO_KERNEL = "none: matmuls and a softmax over length x length"
+
+
+# Of `collective_headings`, for a terminal.
+_SHORT_HEADINGS = (
+    *("collective", "tensors", "operations", "bytes", "beside", "takes"),
+    "hidden",
+)
+_HEADINGS_NOTE = (
+    "`beside`: operations that run beside computations; `hidden`: the part of "
+    "their time that computations hide."
+)
+# Outputs in the place of arguments take no memory of their own.
+_NAMES = {"aliased": "in the place of arguments"}
 
 
 class CompileReport:
@@ -143,9 +156,10 @@ class CompileReport:
         length = self.sequence_length
         batch = f"{self.batch_size}" + (f" x {length}" if length else "")
         layers = f", {self.depth} layers" if self.depth else ""
+        mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         return (
             f"{self.model_name}{layers} on {count} x {self.accelerator.title}, "
-            f"mesh {self.mesh}, batch {batch}"
+            f"mesh {mesh}; batch {batch}"
         )
 
     def notes(self):
@@ -173,7 +187,7 @@ class CompileReport:
         return [
             ("memory", self.verdict()),
             *(
-                (f"  {name}", format_bytes(memory[name]))
+                (f"  {_NAMES.get(name, name)}", format_bytes(memory[name]))
                 for name in ("arguments", "outputs", "aliased", "temporaries")
                 if name in memory
             ),
@@ -268,25 +282,18 @@ class CompileReport:
         return f"<{self.__class__.__name__} {self.title()}: {self.verdict()}>"
 
     def __str__(self):
-        # Imported late: only a printed report needs it.
-        from rich.console import Console
-        from rich.table import Table
-
-        text = io.StringIO()
-        console = Console(file=text, width=120)
-        table = Table(title=self.title(), show_header=False)
-        for row in self.rows():
-            table.add_row(*row)
-        console.print(table)
-        table = Table()
-        for index, heading in enumerate(self.collective_headings):
-            table.add_column(heading, justify="right" if index else "left")
-        for row in self.collective_rows():
-            table.add_row(*row)
-        console.print(table)
-        for note in self.notes():
-            console.print(note)
-        return text.getvalue().rstrip()
+        figures = dict.fromkeys(("figure", "on one device"), tables.FOLD)
+        kinds = dict.fromkeys(_SHORT_HEADINGS, tables.RIGHT)
+        rows = [(*row, "") for row in self.collective_rows()]
+        return "\n\n".join(
+            [
+                tables.listing(self.title(), figures, [("", self.rows())]),
+                tables.listing(
+                    *("Collectives", {**kinds, "": tables.FOLD}, [("", rows)]),
+                    *(_HEADINGS_NOTE, *self.notes()),
+                ),
+            ]
+        )
 
 
 def _milliseconds(seconds):

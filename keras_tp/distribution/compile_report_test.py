@@ -163,6 +163,22 @@ def test_text_says_what_matters(report):
     assert f"{4 / 10:.1%} of the step" in text
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_text_is_as_wide_as_the_terminal(report, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    report.collectives["collective_permute"] = {
+        **report.collectives["all_reduce"],
+        **{"count": 1234, "operations": 1234, "beside": 1234},
+    }
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) == width
+    # No word is broken.
+    words = str(report).split()
+    for word in ("collective", "operations", "all_reduce"):
+        assert word in words
+    assert "collective_permute" in words
+
+
 def test_a_step_that_is_too_large_does_not_fit(report):
     assert report.fits
     report.memory_limit = 89

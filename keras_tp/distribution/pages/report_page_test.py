@@ -38,6 +38,14 @@ def test_the_page_of_a_report():
     assert "Optimizer slots on each device: 2.00 KiB" in page.text
 
 
+def test_variables_below_repeated_layers_have_a_heading_of_their_own():
+    made = report()
+    rows = [*made.rows, row("norm/scale", (None,), size=64)]
+    text = html_pages.Page(report_page.page(ShardingReport("net", rows))).text
+    assert re.search(r"block_\[0-2\].* Other variables norm/ ?scale", text)
+    assert "Other variables" not in report_page.page(made)
+
+
 def test_a_stack_for_each_device():
     page = html_pages.Page(report_page.page(report()))
     widths = [

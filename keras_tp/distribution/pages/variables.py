@@ -48,10 +48,12 @@ def section(groups, parts=4):
         "next, previous <kbd>Enter</kbd> unfold <kbd>t</kbd> theme</span>"
         "<span class='faint' id='ktp-count' role='status'></span></div>"
     ]
-    for title, rows in groups:
+    for index, (title, rows) in enumerate(groups):
         lines = "".join(_row(row, parts) for row in rows)
-        head = template.path(title)
-        head = f"<h3 class='mono'>{head}</h3>" if title else ""
+        head = f"<h3 class='mono'>{template.path(title)}</h3>" if title else ""
+        if index and not title:
+            # They do not belong to the repeated layers above them.
+            head = "<h3>Other variables</h3>"
         body.append(f"<div class='group'>{head}{lines}</div>")
     return template.card("Variables", *body)
 

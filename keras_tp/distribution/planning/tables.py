@@ -88,7 +88,7 @@ def listing(title, columns, groups, *lines):
         ]
         return _GAP.join([name.ljust(names), *texts, note]).rstrip()
 
-    shown = [title, ""]
+    shown = [*textwrap.wrap(title, width), ""]
     head = headings[-1] if is_beside else ""
     shown += [line_of(headings[0], headings[1:-1], head), "-" * width]
     for heading, found in groups:
