@@ -83,13 +83,15 @@ print(plan.summary())
 with plan.distribution().scope():
     model = build_model()
 
-history = model.fit(x, y, batch_size=32, epochs=5, verbose=2)
+# In the same order as on one device, below.
+settings = {"batch_size": 32, "epochs": 5, "shuffle": False}
+history = model.fit(x, y, **settings, verbose=2)
 
 # %% [markdown]
 # The losses are those of one device, but for rounding.
 
 # %%
-one_device = build_model().fit(x, y, batch_size=32, epochs=5, verbose=0)
+one_device = build_model().fit(x, y, **settings, verbose=0)
 print("4 devices:", np.round(history.history["loss"], 5))
 print("1 device: ", np.round(one_device.history["loss"], 5))
 np.testing.assert_allclose(

@@ -20,12 +20,12 @@ def predicted_all_reduces(plan, batch_size, length):
         length: Int, length of a sequence.
 
     Returns:
-        Dict of a cause to a count: what the plan predicts, and what it does
-        not have, as docs/plans.md says.
+        Dict of a cause to a count: what is in the plan, and what a plan
+        leaves out.
     """
     backend = keras.config.backend()
     counts = plan.collectives(batch_size, length)
-    found = {"plan": counts["all_reduce"].count}
+    found = {"in the plan": counts["all_reduce"].count}
     data, model = plan.device_mesh.shape
     if model > 1:
         found["loss over a split vocabulary"] = LOSS[backend]

@@ -22,6 +22,12 @@ import nbformat
 from integration_tests import launching
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+# As the launcher sets them: XLA ends a process if a device is late, as may be
+# on a busy machine.
+PATIENCE = [
+    f"--xla_cpu_collective_call_{what}_timeout_seconds=600"
+    for what in ("terminate", "warn_stuck")
+]
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
@@ -62,6 +68,9 @@ def run(notebook, folder, backend):
         PATH=f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
         IPYTHONDIR=str(folder / ".ipython"),
     )
+    if backend == "jax":
+        flags = variables.get("XLA_FLAGS", "").split()
+        variables["XLA_FLAGS"] = " ".join([*flags, *PATIENCE])
     # The kernel listens at files, not at ports; their paths have to be short.
     with tempfile.TemporaryDirectory() as sockets:
         manager = jupyter_client.AsyncKernelManager(
@@ -70,7 +79,7 @@ def run(notebook, folder, backend):
         nbclient.NotebookClient(
             notebook,
             km=manager,
-            timeout=300,
+            timeout=600,
             startup_timeout=300,
             record_timing=False,
             coalesce_streams=True,

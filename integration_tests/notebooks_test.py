@@ -40,8 +40,8 @@ def _check_custom_layouts(output):
 
 
 def _check_torch_processes(output):
-    assert "cpu:0: 194.27 KiB of 387.77 KiB" in output
-    assert "cpu:1: 194.27 KiB of 387.77 KiB" in output
+    assert "Each of 2 devices holds 194.27 KiB." in output
+    assert "All variables together have 387.77 KiB." in output
     assert "'all_reduce': (count=1, bytes=32768)" in output
     assert "<div class='ktp" in output
     # One process prints.
