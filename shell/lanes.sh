@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs tests with other versions of Python, Keras and the frameworks: a lane for
 # each. A lane installs the wheel in an environment of its own, in a temporary
-# folder that is removed afterwards, and prints one row of docs/lanes.md:
+# folder that is removed afterwards, and prints its row of docs/lanes.md:
 #
 #   bash shell/lanes.sh                         # all lanes, in turn
 #   bash shell/lanes.sh list                    # their names
@@ -9,11 +9,10 @@
 #   bash shell/lanes.sh 'torch-*' 'jax-*-py3.13'
 #
 # A lane runs the suite of keras_tp.testing with the installed wheel, outside of
-# the checkout, and then a few tests in the checkout. It takes
-# python3.12 from the PATH, or from a list: KERAS_TP_PYTHONS="/a/python /b/python".
-# The exit code is 1 if a lane fails. Logs are in build/lanes.
-#
-# On Linux, torch brings about 6 GB of CUDA libraries.
+# the checkout, and then a few tests in the checkout. It takes python3.12 from
+# the PATH, or from a list: KERAS_TP_PYTHONS="/a/python /b/python". The exit code
+# is 1 if a lane fails. Logs are in build/lanes. torch may bring 6 GB of CUDA
+# libraries: PIP_NO_CACHE_DIR=1 keeps them out of pip's cache.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -83,7 +82,8 @@ install() {
         "$folder/environment/bin/python" -m pip wheel --quiet --no-deps \
             --wheel-dir "$work/wheel" "$work/source"
     fi
-    "$folder/environment/bin/python" -m pip install --quiet \
+    # Python compiles what is imported, a small part of a framework.
+    "$folder/environment/bin/python" -m pip install --quiet --no-compile \
         --constraint "$folder/constraints.txt" pytest \
         "$(echo "$work"/wheel/*.whl)[${backend/_/-}]"
 }
@@ -98,7 +98,7 @@ run_tests() {
         export JAX_DISABLE_MOST_OPTIMIZATIONS=1
         export XLA_FLAGS="${XLA_FLAGS:-} --xla_cpu_use_fusion_emitters=false"
     fi
-    export PYTHONDONTWRITEBYTECODE=1 PJRT_DEVICE=CPU CPU_NUM_DEVICES=4
+    export PJRT_DEVICE=CPU CPU_NUM_DEVICES=4
     (
         mkdir "$folder/elsewhere"
         cd "$folder/elsewhere"
@@ -156,13 +156,17 @@ lane() {
     [ $code = 0 ] || result="failed: build/lanes/$name.log"
     echo "| $1 | $2 | $3 $4 | $(counts "$folder/suite") |" \
         "$(counts "$folder/more") | \`bash shell/lanes.sh $name\` |" \
-        "$result | $((SECONDS - start)) s |"
+        "$result, $((SECONDS - start)) s |"
     rm -rf "$folder"
     return $code
 }
 
 names=("$@")
 [ $# -gt 0 ] || names=('*')
+if [ "${names[0]}" != list ]; then
+    echo "| Python | Keras | framework | suite | more tests | command | result |"
+    echo "|---|---|---|---|---|---|---|"
+fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p build/lanes
