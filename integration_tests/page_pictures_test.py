@@ -10,6 +10,7 @@ from keras import layers
 from integration_tests import browsers
 from integration_tests import html_pages
 from integration_tests import page_pictures
+from integration_tests import terminal_pictures
 from integration_tests.slow_tests import SLOW
 from keras_tp import distribution
 from keras_tp.distribution.device_mesh import DeviceMesh
@@ -158,6 +159,10 @@ def test_pictures(tmp_path):
         assert 10_000 < len(data) < page_pictures.MOST
         # The pictures that are there are of this page.
         assert (page_pictures.FOLDER / f"{name}.png").is_file()
-    drawn = (tmp_path / "dataflow.svg").read_text()
-    kept = (page_pictures.FOLDER / "dataflow.svg").read_text()
-    assert drawn == kept
+    # Text, so the same as in the folder.
+    for name in ("dataflow", *terminal_pictures.NAMES):
+        drawn = (tmp_path / f"{name}.svg").read_text()
+        assert len(drawn) < terminal_pictures.MOST
+        assert "http" not in drawn.replace("http://www.w3.org/2000/svg", "")
+        kept = (page_pictures.FOLDER / f"{name}.svg").read_text()
+        assert drawn == kept, name
