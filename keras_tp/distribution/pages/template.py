@@ -128,14 +128,22 @@ def card(title, *parts):
 
 
 def table(headings, rows):
-    """Returns a table; all cells but the first are numbers."""
-    lines = ["<div class='wide'><table>"]
+    """Returns a table; all cells but the first are numbers.
+
+    On a phone the cells of a row stand below each other, with their headings.
+    """
+    kind = " class='stacks'" if headings else ""
+    lines = [f"<div class='wide'><table{kind}>"]
     if headings:
         cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in headings)
         lines.append(f"<tr>{cells}</tr>")
     for first, *rest in rows:
+        labels = [
+            f" data-label='{html.escape(name)}'" for name in headings[1:]
+        ] or [""] * len(rest)
         cells = "".join(
-            f"<td class='number'>{html.escape(cell)}</td>" for cell in rest
+            f"<td class='number'{label}>{html.escape(cell)}</td>"
+            for label, cell in zip(labels, rest)
         )
         lines.append(f"<tr><td>{html.escape(first)}</td>{cells}</tr>")
     return "\n".join([*lines, "</table></div>"])

@@ -30,6 +30,16 @@ def test_the_first_finding_is_large():
     assert text.count("lead") == 1 and text.index("lead") < text.index("one")
 
 
+def test_the_cells_of_a_table_know_their_headings():
+    """On a phone they stand below each other, and the headings are hidden."""
+    text = template.table(("kind", "bytes < all"), [("sum", "8")])
+    assert "<td class='number' data-label='bytes &lt; all'>8</td>" in text
+    assert "class='stacks'" in text
+    assert "<td class='number'>8</td>" in template.table((), [("sum", "8")])
+    style = template.page("t", [])
+    assert ".stacks td[data-label]::before { content: attr(data-label)" in style
+
+
 def test_each_colour_that_is_used_is_defined():
     text = template.page("t", [])
     used = set(re.findall(r"var\(--([\w-]+)\)", text))
