@@ -29,6 +29,24 @@ from keras_tp.backend.saving import stored_arrays
 slow_tests.optimize_less()
 
 
+def _settings():
+    """Returns the variables that give a process its devices, and the like."""
+    prefixes = "CPU_", "JAX_", "KERAS_", "XLA_"
+    return {k: v for k, v in os.environ.items() if k.startswith(prefixes)}
+
+
+_SETTINGS = _settings()
+
+
+def pytest_collection_finish(session):
+    """All files are imported first, and one must not change what others get."""
+    if _settings() != _SETTINGS:
+        raise pytest.UsageError(
+            "A file of tests, or what it imports, sets an environment variable "
+            f"when it is imported. Before: {_SETTINGS}; after: {_settings()}"
+        )
+
+
 def _reset():
     # In this order: `clear_session` keeps a distribution while keras_tp is
     # installed.

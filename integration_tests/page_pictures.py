@@ -6,13 +6,9 @@ It needs a browser of the Chromium family, and Pillow.
 """
 
 import json
-import os
 import pathlib
 import sys
 import tempfile
-
-# The model of `describe` is on four devices. Tests have set more by now.
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 
 from integration_tests import browsers
 from integration_tests import terminal_pictures
@@ -124,4 +120,8 @@ def _shrink(path):
 
 
 if __name__ == "__main__":
+    import jax
+
+    # For the model of `describe`.
+    jax.config.update("jax_num_cpu_devices", 4)
     make(sys.argv[1] if len(sys.argv) > 1 else FOLDER)

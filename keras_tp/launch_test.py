@@ -91,6 +91,21 @@ def test_a_script_runs_on_the_devices_asked_for(script):
     ]
 
 
+@pytest.mark.skipif(
+    keras.config.backend() != "jax", reason="a variable that JAX reads"
+)
+@pytest.mark.parametrize("processes, second", [("1", "1"), ("2", "2048")])
+def test_the_devices_asked_for_and_not_those_of_a_variable(
+    script, processes, second
+):
+    result = launch(
+        *("--devices", "2", "--processes", processes, script),
+        JAX_NUM_CPU_DEVICES="4",
+    )
+    assert result.returncode == 0, result.stderr
+    assert f"['cpu:0', 'cpu:{second}']" in result.stdout
+
+
 def test_the_exit_code_and_the_error_are_the_scripts(tmp_path):
     path = tmp_path / "fails.py"
     path.write_text("import sys\nsys.exit(7)\n")

@@ -30,8 +30,12 @@ from keras_tp.backend.processes import engine_commands
 from keras_tp.backend.processes import supervisor
 
 # XLA aborts a CPU collective whose participants do not arrive in time. With
-# more virtual devices than cores, they arrive late.
+# more virtual devices than cores, they arrive late. XLA ends a process whose
+# flags it does not know, and jaxlib 0.7 does not know these.
 _COLLECTIVE_TIMEOUT_S = 600
+_FIRST_WITH_TIMEOUTS = (0, 8)
+# JAX reads it when it is imported, and then ignores the flag of XLA.
+_JAX_CPU_DEVICES = "JAX_NUM_CPU_DEVICES"
 _XLA_CPU_FLAGS = {
     "xla_cpu_collective_call_terminate_timeout_seconds": _COLLECTIVE_TIMEOUT_S,
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": _COLLECTIVE_TIMEOUT_S,
@@ -337,6 +341,7 @@ def launch(plan, argv):
     os.environ["XLA_FLAGS"] = _xla_flags(
         os.environ.get("XLA_FLAGS", ""), plan.devices
     )
+    jax.config.update("jax_num_cpu_devices", plan.devices)
     available = list_devices()
     if len(available) < plan.devices:
         raise ValueError(
@@ -366,7 +371,10 @@ def how_to_launch(device_count):
 def _device_variables(device_count):
     """Returns the environment variables that make virtual devices."""
     flags = os.environ.get("XLA_FLAGS", "")
-    return {"XLA_FLAGS": _xla_flags(flags, device_count)}
+    found = {"XLA_FLAGS": _xla_flags(flags, device_count)}
+    if _JAX_CPU_DEVICES in os.environ:
+        found[_JAX_CPU_DEVICES] = str(device_count)
+    return found
 
 
 def _process_variables(plan, device_count, local):
@@ -384,7 +392,8 @@ def _xla_flags(flags, device_count):
     name = "xla_force_host_platform_device_count"
     kept = [f for f in flags.split() if not re.match(rf"--{name}\b", f)]
     kept.append(f"--{name}={device_count}")
-    for timeout, seconds in _XLA_CPU_FLAGS.items():
+    are_known = jax.__version_info__[:2] >= _FIRST_WITH_TIMEOUTS
+    for timeout, seconds in _XLA_CPU_FLAGS.items() if are_known else ():
         if timeout not in flags:
             kept.append(f"--{timeout}={seconds}")
     return " ".join(kept)

@@ -96,6 +96,13 @@ def test_xla_flags_keep_what_the_user_set(flags, want):
     assert f"{timeout}=600" not in lib._xla_flags(f"{timeout}=5", 3)
 
 
+def test_xla_gets_no_flags_that_it_does_not_know(monkeypatch):
+    """XLA of jaxlib 0.7 would end the process."""
+    monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
+    count = "--xla_force_host_platform_device_count=3"
+    assert lib._xla_flags("--a=1", 3) == f"--a=1 {count}"
+
+
 def test_a_distribution_is_asked_once_for_batches_of_a_shape(mesh):
     class Counting(dist.DataParallel):
         asked = 0
