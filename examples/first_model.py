@@ -48,7 +48,7 @@ def build_model():
     logits = layers.Dense(VOCABULARY, name="logits")(x)
     model = keras.Model(tokens, logits, name="counter")
     model.compile(
-        keras.optimizers.Adam(3e-3),
+        keras.optimizers.SGD(0.1, momentum=0.9),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
     return model
@@ -84,7 +84,7 @@ with plan.distribution().scope():
     model = build_model()
 
 # In the same order as on one device, below.
-settings = {"batch_size": 32, "epochs": 5, "shuffle": False}
+settings = {"batch_size": 32, "epochs": 8, "shuffle": False}
 history = model.fit(x, y, **settings, verbose=2)
 
 # %% [markdown]
@@ -95,7 +95,7 @@ one_device = build_model().fit(x, y, **settings, verbose=0)
 print("4 devices:", np.round(history.history["loss"], 5))
 print("1 device: ", np.round(one_device.history["loss"], 5))
 np.testing.assert_allclose(
-    history.history["loss"], one_device.history["loss"], rtol=1e-3
+    history.history["loss"], one_device.history["loss"], rtol=1e-4
 )
 
 # %% [markdown]

@@ -22,12 +22,6 @@ import nbformat
 from integration_tests import launching
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
-# As the launcher sets them: XLA ends a process if a device is late, as may be
-# on a busy machine.
-PATIENCE = [
-    f"--xla_cpu_collective_call_{what}_timeout_seconds=600"
-    for what in ("terminate", "warn_stuck")
-]
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
@@ -69,8 +63,14 @@ def run(notebook, folder, backend):
         IPYTHONDIR=str(folder / ".ipython"),
     )
     if backend == "jax":
+        from keras_tp.backend.jax import distribution_lib
+
+        # As the launcher sets them: XLA ends a process if a device is late, as
+        # may be on a busy machine.
         flags = variables.get("XLA_FLAGS", "").split()
-        variables["XLA_FLAGS"] = " ".join([*flags, *PATIENCE])
+        for name, seconds in distribution_lib._XLA_CPU_FLAGS.items():
+            flags.append(f"--{name}={seconds}")
+        variables["XLA_FLAGS"] = " ".join(flags)
     # The kernel listens at files, not at ports; their paths have to be short.
     with tempfile.TemporaryDirectory() as sockets:
         manager = jupyter_client.AsyncKernelManager(

@@ -16,7 +16,7 @@ LARGEST = 300 * 2**10
 
 def _check_first_model(output):
     for index in range(4):
-        assert re.search(rf"cpu:{index}: 323\.8 of 1268\.3 KiB", output)
+        assert re.search(rf"cpu:{index}: 215\.9 of 845\.5 KiB", output)
     assert "Sharding plan of counter" in output
     assert "<div class='ktp" in output
     assert "predicted: {'all_reduce': (count=10, bytes=1310720)}" in output
