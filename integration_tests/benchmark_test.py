@@ -9,7 +9,6 @@ import os
 import pathlib
 import shutil
 import subprocess
-import sys
 
 import keras
 import pytest
@@ -42,16 +41,7 @@ pytestmark = pytest.mark.skipif(
 
 def run(script, *arguments):
     """Runs a script of the folder of benchmarks; returns what it prints."""
-    result = subprocess.run(
-        [sys.executable, f"benchmarks/{script}", *arguments],
-        cwd=ROOT,
-        env=launching.environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout
+    return launching.output_of(f"benchmarks/{script}", *arguments)
 
 
 def test_step_time(tmp_path):

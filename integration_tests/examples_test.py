@@ -3,8 +3,6 @@
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -56,16 +54,6 @@ CHECKS = {
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_example(name, tmp_path):
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "keras_tp.launch", "--devices", "2"),
-            str(ROOT / "examples" / f"{name}.py"),
-        ],
-        cwd=tmp_path,
-        env=launching.environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    CHECKS[name](result.stdout)
+    script = str(ROOT / "examples" / f"{name}.py")
+    launched = ("-m", "keras_tp.launch", "--devices", "2", script)
+    CHECKS[name](launching.output_of(*launched, folder=tmp_path))

@@ -18,6 +18,7 @@ from keras import layers
 from integration_tests import harness
 from keras_tp import distribution as dist
 from keras_tp.distribution import model_state
+from keras_tp.testing import uses_test
 
 BATCH = 4
 STEPS = 3
@@ -195,60 +196,8 @@ def by_batch(model, x, y):
     return [float(model.train_on_batch(x, y)) for _ in range(STEPS)]
 
 
-def _need_variables(model, x):
-    """A loop of one's own has to have the variables first."""
-    if not all(part.built for part in model._flatten_layers()):
-        model(x)
-
-
-def loop_on_jax(model, x, y):
-    import jax
-
-    _need_variables(model, x)
-    optimizer = model.optimizer
-    optimizer.build(model.trainable_variables)
-
-    def loss_and_updates(trainable, other):
-        outputs, other = model.stateless_call(trainable, other, x)
-        return keras.ops.mean((outputs - y) ** 2), other
-
-    @jax.jit
-    def step(trainable, other, state):
-        (loss, other), gradients = jax.value_and_grad(
-            loss_and_updates, has_aux=True
-        )(trainable, other)
-        trainable, state = optimizer.stateless_apply(
-            state, gradients, trainable
-        )
-        return loss, trainable, other, state
-
-    state = [
-        [variable.value for variable in variables]
-        for variables in (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            optimizer.variables,
-        )
-    ]
-    losses = []
-    for _ in range(STEPS):
-        loss, *state = step(*state)
-        losses.append(float(loss))
-    return losses
-
-
-def loop_on_tensorflow(model, x, y):
-    import tensorflow as tf
-
-    losses = []
-    for _ in range(STEPS):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
-        variables = model.trainable_variables
-        gradients = tape.gradient(loss, [v.value for v in variables])
-        model.optimizer.apply(gradients, variables)
-        losses.append(float(loss))
-    return losses
+def by_loop(model, x, y):
+    return uses_test.loop(model, x, y, STEPS)
 
 
 def by_function(model, x, y):
@@ -268,29 +217,13 @@ def by_function(model, x, y):
     return [float(step(x, y)) for _ in range(STEPS)]
 
 
-def loop_on_torch(model, x, y):
-    import torch
-
-    y = torch.as_tensor(y)
-    losses = []
-    for _ in range(STEPS):
-        loss = keras.ops.mean((model(x, training=True) - y) ** 2)
-        model.zero_grad()
-        loss.backward()
-        variables = model.trainable_variables
-        with torch.no_grad():
-            model.optimizer.apply([v.value.grad for v in variables], variables)
-        losses.append(float(keras.ops.convert_to_numpy(loss)))
-    return losses
-
-
 USES = {
     "fit": by_fit,
     "call": by_call,
     "predict": by_predict,
     "evaluate": by_evaluate,
     "train_on_batch": by_batch,
-    "loop": globals()[f"loop_on_{keras.config.backend()}"],
+    "loop": by_loop,
 }
 if keras.config.backend() == "tensorflow":
     USES["function"] = by_function

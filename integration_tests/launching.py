@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import subprocess
+import sys
 import zipfile
 
 import h5py
@@ -38,6 +40,26 @@ def environment(devices=None, **variables):
     if flags:
         kept["XLA_FLAGS"] = " ".join(flags)
     return {**kept, "PYTHONPATH": str(ROOT), **variables}
+
+
+def output_of(*arguments, folder=ROOT, timeout=300):
+    """Runs Python, which has to end with 0; returns what it prints.
+
+    Args:
+        *arguments: Strings, of Python.
+        folder: Path, where it runs. Defaults to the checkout.
+        timeout: Int, seconds. Defaults to 300.
+    """
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 def running(text):

@@ -20,27 +20,26 @@ ROOT = pathlib.Path(__file__).parent.parent
 BACKEND = keras.config.backend()
 STEPS = 12
 SEVERAL_PROCESSES = ("jax", "tensorflow")
-# torch has a process for each device.
 PROMPTS = ("    def __init__(", "import ", "        return ")
+# torch has a process for each device.
 MESHES = [[1, 2]] if BACKEND == "torch" else [[1, 4], [2, 2]]
 
 
-def _run(folder, *arguments):
+def _train(folder, *arguments, timeout=200):
     """Returns what the example logs, and what it prints."""
     log = folder / "log.json"
-    command = [sys.executable, "examples/train_lm.py", "--size", "tiny"]
-    command += ["--steps", str(STEPS), "--batch-size", "8", "--seed", "3"]
-    command += ["--backend", BACKEND]
-    result = subprocess.run(
-        [*command, "--log", str(log), "--output", str(folder), *arguments],
-        cwd=ROOT,
-        env=launching.environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
+    output = launching.output_of(
+        *("examples/train_lm.py", "--backend", BACKEND, "--log", str(log)),
+        *("--output", str(folder), *arguments),
+        timeout=timeout,
     )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(log.read_text()), result.stdout
+    return json.loads(log.read_text()), output
+
+
+def _run(folder, *arguments):
+    """Trains for a few steps."""
+    few = ("--size", "tiny", "--steps", str(STEPS), "--batch-size", "8")
+    return _train(folder, *few, "--seed", "3", *arguments)
 
 
 def _files(folder):
@@ -108,19 +107,7 @@ def test_one_device_is_plain_keras(plain):
 @pytest.mark.slow
 def test_the_text_of_the_demo_has_words(tmp_path):
     """The command of `shell/demo.sh`, which trains for longer."""
-    log = tmp_path / "log.json"
-    command = [sys.executable, "examples/train_lm.py", "--devices", "2"]
-    command += ["--backend", BACKEND, "--log", str(log)]
-    result = subprocess.run(
-        [*command, "--output", str(tmp_path)],
-        cwd=ROOT,
-        env=launching.environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    log = json.loads(log.read_text())
+    log, _ = _train(tmp_path, "--devices", "2", timeout=900)
     # Less than Python's source has without any context, by far.
     assert log["val_loss"] < 2.1 < log["unigram_entropy"] - 1
     written = " ".join(bytes(text).decode() for text in log["samples"])

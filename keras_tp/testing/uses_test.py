@@ -61,21 +61,26 @@ def by_batch(model):
     return [model.train_on_batch(X, Y) for _ in range(STEPS)]
 
 
-def loss_of(outputs):
-    y = keras.ops.convert_to_tensor(Y)
+def _mean_squares(outputs, y):
     return keras.ops.mean(keras.ops.square(outputs - y))
 
 
-def loop_on_jax(model):
+def _need_variables(model, x):
+    """A loop without state of its own has to have the variables first."""
+    if not all(part.built for part in model._flatten_layers()):
+        model(x)
+
+
+def _on_jax(model, x, y, steps):
     import jax
 
-    model(X)
+    _need_variables(model, x)
     optimizer = model.optimizer
     optimizer.build(model.trainable_variables)
 
     def loss_and_updates(trainable, other):
-        outputs, other = model.stateless_call(trainable, other, X)
-        return loss_of(outputs), other
+        outputs, other = model.stateless_call(trainable, other, x)
+        return _mean_squares(outputs, y), other
 
     @jax.jit
     def step(trainable, other, state):
@@ -96,19 +101,19 @@ def loop_on_jax(model):
         )
     ]
     losses = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         loss, *state = step(*state)
         losses.append(float(loss))
     return losses
 
 
-def loop_on_tensorflow(model):
+def _on_tensorflow(model, x, y, steps):
     import tensorflow as tf
 
     losses = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         with tf.GradientTape() as tape:
-            loss = loss_of(model(X, training=True))
+            loss = _mean_squares(model(x, training=True), y)
         variables = model.trainable_variables
         gradients = tape.gradient(loss, [v.value for v in variables])
         model.optimizer.apply(gradients, variables)
@@ -116,12 +121,13 @@ def loop_on_tensorflow(model):
     return losses
 
 
-def loop_on_torch(model):
+def _on_torch(model, x, y, steps):
     import torch
 
+    y = keras.ops.convert_to_tensor(y)
     losses = []
-    for _ in range(STEPS):
-        loss = loss_of(model(X, training=True))
+    for _ in range(steps):
+        loss = _mean_squares(model(x, training=True), y)
         model.zero_grad()
         loss.backward()
         variables = model.trainable_variables
@@ -131,17 +137,32 @@ def loop_on_torch(model):
     return losses
 
 
+_LOOPS = {"jax": _on_jax, "tensorflow": _on_tensorflow, "torch": _on_torch}
+
+
+def loop(model, x, y, steps):
+    """Trains a compiled model in a loop; returns the losses.
+
+    Args:
+        model: A Keras model that was compiled with an optimizer.
+        x: Array, the batch of each step.
+        y: Array, targets.
+        steps: Int.
+    """
+    return _LOOPS[keras.config.backend()](model, x, y, steps)
+
+
+def by_loop(model):
+    return loop(model, X, Y, STEPS)
+
+
 USES = {
     "fit": by_fit,
     "evaluate": by_evaluate,
     "predict": by_predict,
     "call": by_call,
     "train_on_batch": by_batch,
-    "loop": {
-        "jax": loop_on_jax,
-        "tensorflow": loop_on_tensorflow,
-        "torch": loop_on_torch,
-    }[keras.config.backend()],
+    "loop": by_loop,
 }
 
 
