@@ -183,11 +183,14 @@ def test_values_and_gradients(family, dim):
 def test_values(dim):
     def run():
         keras.utils.set_random_seed(1)
-        return build(ONLY_VALUES).predict(models.CASES["pair"].x, verbose=0)
+        model = build(ONLY_VALUES)
+        return model, model.predict(models.CASES["pair"].x, verbose=0)
 
-    expected = run()
+    _, expected = run()
     with layouts(dim).scope():
-        compare(ONLY_VALUES, run(), expected)
+        model, found = run()
+    assert models.split(model) == {"up/kernel", "up/bias"}
+    compare(ONLY_VALUES, found, expected)
 
 
 def test_a_cache_of_heads_is_written_without_a_gather():
@@ -200,4 +203,5 @@ def test_a_cache_of_heads_is_written_without_a_gather():
     with layouts("heads").scope():
         model = build({"write": write})
         found = distribution.count_collectives(model, models.CASES["pair"].x)
+    assert models.split(model) == {"up/kernel", "up/bias"}
     assert not found["all_gather"].count

@@ -56,9 +56,8 @@ def run_script(argv, devices=0):
     try:
         runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as e:
-        if e.code:
-            raise
-        _tell(devices)
+        if not e.code:
+            _tell(devices)
         raise
     _tell(devices)
 
