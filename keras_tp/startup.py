@@ -81,19 +81,36 @@ def command():
     `python -m keras_tp.launch`; the last one is returned as `launch ...`. In
     any other process the result is `None`.
     """
+    name, is_module, rest = _started()
+    if is_module:
+        if name == "keras_tp.launch":
+            return ["launch", *rest]
+        return rest if name == "keras_tp" else None
+    return rest if os.path.basename(name) == "keras-tp" else None
+
+
+def launches_others():
+    """Returns whether this process may start others, and computes nothing.
+
+    That is so for the commands and for `python -m keras_tp.testing`. The
+    accelerators are for the processes that they start.
+    """
+    name, is_module, _ = _started()
+    is_ours = is_module and name.partition(".")[0] == "keras_tp"
+    return is_ours or command() is not None
+
+
+def _started():
+    """Returns what Python runs, whether it is a module, and its arguments."""
     given = iter(sys.orig_argv[1:])
     for argument in given:
         if argument in ("-W", "-X"):
             next(given, None)
         elif argument == "-m":
-            module = next(given, None)
-            if module == "keras_tp.launch":
-                return ["launch", *given]
-            return list(given) if module == "keras_tp" else None
+            return next(given, ""), True, list(given)
         elif argument == "-c" or not argument.startswith("-"):
-            is_ours = os.path.basename(argument) == "keras-tp"
-            return list(given) if is_ours else None
-    return None
+            return argument, False, list(given)
+    return "", False, []
 
 
 def _is_launched():

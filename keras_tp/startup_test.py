@@ -95,3 +95,18 @@ COMMANDS = {
 def test_the_command(line, expected, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", *line.split()])
     assert startup.command() == expected
+
+
+LAUNCHING = {
+    "-m keras_tp.testing --backend torch_xla": True,
+    "-m keras_tp.launch x.py": True,
+    "keras-tp plan x": True,
+    "train.py -m keras_tp": False,
+    "-m pytest keras_tp": False,
+}
+
+
+@pytest.mark.parametrize("line, expected", LAUNCHING.items())
+def test_a_process_that_starts_others(line, expected, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", *line.split()])
+    assert startup.launches_others() == expected

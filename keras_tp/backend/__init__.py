@@ -1,5 +1,6 @@
 """The backend modules; `current.name()` is the one in use."""
 
+from keras_tp import startup
 from keras_tp.backend import communication
 from keras_tp.backend import current
 from keras_tp.backend.current import SUPPORTED_BACKENDS
@@ -25,3 +26,6 @@ if current.name() == "torch":
 if current.name() in ("tensorflow", "torch_xla"):
     # They read some settings once, when they first run something.
     load("distribution_lib")
+if current.name() == "torch_xla" and not startup.launches_others():
+    # Before torch's first backward pass, which fixes the kinds of devices.
+    load("devices").count()

@@ -15,7 +15,6 @@ from keras_tp.backend.processes import data_shards
 from keras_tp.backend.saving import one_writer
 from keras_tp.backend.torch import batches
 from keras_tp.backend.torch import compiling
-from keras_tp.backend.torch import export
 from keras_tp.backend.torch import initial_values
 from keras_tp.backend.torch import optimizers
 from keras_tp.backend.torch import overlap
@@ -31,6 +30,7 @@ from keras_tp.backend.torch.ops import matmul
 from keras_tp.backend.torch.ops import reshape
 from keras_tp.backend.torch.ops import table
 from keras_tp.backend.torch.ops import writes
+from keras_tp.backend.torch_shared import export
 from keras_tp.backend.torch_shared import layer_parameters
 
 
@@ -209,7 +209,9 @@ TABLE = [
     ),
     *callbacks.table(),
     *data_shards.table(processes),
-    *one_writer.table(_is_distributed, export.exporting),
+    *one_writer.table(
+        _is_distributed, functools.partial(export.exporting, variables.whole)
+    ),
     *(
         Hook(
             "keras.src.backend.torch.random",

@@ -120,6 +120,14 @@ def set_value(variable, value):
     variable._value = parameter
 
 
+def whole(variable):
+    """Returns a split value as a plain tensor; `None` of a plain one."""
+    value = variable._value
+    if isinstance(value, DTensor):
+        return placement.to_full(value.detach())
+    return None
+
+
 def _give_layout(variable):
     """Sets a variable's layout; returns it as a `Placement`, or `None`."""
     current = distribution()

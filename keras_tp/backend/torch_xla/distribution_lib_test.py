@@ -1,5 +1,9 @@
 """Where tensors are: on all devices, on one CPU, and in parts."""
 
+import os
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -105,3 +109,32 @@ def test_numbers_of_dropout_are_those_of_one_device():
     assert 0 < np.mean(expected == 0) < 1
     with parallel(("model", None)).scope():
         np.testing.assert_array_equal(run(), expected)
+
+
+TRAINED_BEFORE = """
+import keras
+from keras_tp import distribution as dist
+
+x = keras.ops.ones((8, 4)).numpy()
+for count in (1, 2):
+    inputs = keras.Input((4,))
+    if count > 1:
+        mesh = dist.DeviceMesh((1, count), ["batch", "model"])
+        dist.set_distribution(dist.TensorParallel(mesh))
+    model = keras.Model(inputs, keras.layers.Dense(8 * count)(inputs))
+    model.compile("sgd", "mse")
+    print(model.train_on_batch(x, keras.ops.ones((8, 8 * count)).cpu()))
+"""
+
+
+def test_a_process_that_has_trained_before_there_was_a_mesh():
+    """torch fixes the kinds of devices at the first gradient."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINED_BEFORE],
+        env={**os.environ, "CPU_NUM_DEVICES": "2"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2

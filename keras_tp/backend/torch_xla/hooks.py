@@ -15,10 +15,13 @@ from keras_tp.backend.hooks import around
 from keras_tp.backend.hooks import methods_row
 from keras_tp.backend.processes import callbacks
 from keras_tp.backend.saving import one_writer
+from keras_tp.backend.torch_shared import export
 from keras_tp.backend.torch_shared import layer_parameters
 from keras_tp.backend.torch_xla import activations
 from keras_tp.backend.torch_xla import batches
+from keras_tp.backend.torch_xla import convolution
 from keras_tp.backend.torch_xla import devices
+from keras_tp.backend.torch_xla import pooling
 from keras_tp.backend.torch_xla import products
 from keras_tp.backend.torch_xla import random_draws
 from keras_tp.backend.torch_xla import variables
@@ -122,6 +125,18 @@ TABLE = [
     ),
     Hook(
         "torch.nn.functional",
+        ("conv1d", "conv2d", "conv3d"),
+        around(convolution.conv),
+        "gradients of kernels are correct on meshes of two axes",
+    ),
+    Hook(
+        "torch.nn.functional",
+        ("max_pool1d", "max_pool2d", "max_pool3d"),
+        around(pooling.max_pool),
+        "gradients are correct where pooling windows cross two devices",
+    ),
+    Hook(
+        "torch.nn.functional",
         "scaled_dot_product_attention",
         around(products.attention),
         "attention stays split by heads",
@@ -152,5 +167,8 @@ TABLE = [
         "the batches of a step are split",
     ),
     *callbacks.table(),
-    *one_writer.table(lambda model: False),
+    *one_writer.table(
+        lambda model: False,
+        functools.partial(export.exporting, variables.whole),
+    ),
 ]

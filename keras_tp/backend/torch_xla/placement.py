@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 from torch_xla.distributed import spmd
 
 _lib = torch_xla._XLAC
@@ -102,6 +103,8 @@ def _ones(axis, mesh):
 
 def _places(tensor):
     """Returns the replica and the ranges of each device's part of a tensor."""
+    # torch_xla cannot tell while a program that makes the tensor runs.
+    xm.wait_device_ops()
     (places,) = _lib._get_local_shard_replica_and_indices([tensor])
     return places
 

@@ -103,6 +103,14 @@ def move(variable, layout):
         variable._value.grad = _placed(gradient.detach(), placed)
 
 
+def whole(variable):
+    """Returns a value of XLA as a plain tensor; `None` of a plain one."""
+    value = variable._value
+    if placement.is_xla(value):
+        return value.detach().cpu().to(devices.of_keras())
+    return None
+
+
 def _set(variable, value, placed):
     """Sets the value of a variable, as a `torch.nn.Parameter`.
 
