@@ -4,6 +4,7 @@
     KERAS_BACKEND=tensorflow python integration_tests/removals.py -k images
     KERAS_BACKEND=jax python integration_tests/removals.py
     python integration_tests/removals.py --rows keras_tp/testing
+    python integration_tests/removals.py --processes 2 -k csv orbax
 
 First the tests run once, and what each of them reaches is noted: rows of the
 hook tables, and calls of our code that communicate. Then one thing after the
@@ -93,6 +94,9 @@ THOROUGH_TESTS = (
     "integration_tests/ops_test.py",
     "integration_tests/ops_layers_test.py",
 )
+# Set by the launcher in each process of a run: its index, and their number.
+_INDEX = "RANK", "KERAS_DISTRIBUTION_PROCESS_ID"
+_COUNT = "WORLD_SIZE", "KERAS_DISTRIBUTION_NUM_PROCESSES"
 # Seconds that one process waits for the others at the end of a test.
 PATIENCE = 120
 # TensorFlow keeps all programs that it has compiled. A process that uses more
@@ -256,6 +260,16 @@ def _caller():
     return "the gradient, or an operation of DTensor"
 
 
+def _variable(names, default):
+    """Returns the value of the first of some environment variables."""
+    return next((os.environ[n] for n in names if n in os.environ), default)
+
+
+def is_alone():
+    """Returns whether this process is not one of a run of several."""
+    return _variable(_INDEX, None) is None
+
+
 def backend_name():
     """Returns the name of the backend, which may run under one of Keras's."""
     chosen = os.environ.get("KERAS_TP_BACKEND")
@@ -310,7 +324,7 @@ def run_pytest(board, arguments):
 
     board.failure = board.failed = None
     options = ["-q", "--tb=short", "-p", "no:cacheprovider"]
-    if "RANK" in os.environ:
+    if not is_alone():
         options += ["-p", "integration_tests.torch_ranks"]
         ranks = pathlib.Path(os.environ["KERAS_TP_RANK_FOLDER"])
         ranks.mkdir(exist_ok=True)
@@ -326,8 +340,8 @@ def agreed(folder, step, outcome):
         String, how it failed in the first process in which it did; empty if
         it passed in all of them.
     """
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    index = os.environ.get("RANK", "0")
+    count = int(_variable(_COUNT, "1"))
+    index = _variable(_INDEX, "0")
     mine = folder / f"step_{step}_{index}"
     mine.with_suffix(".part").write_text(outcome)
     mine.with_suffix(".part").rename(mine)
@@ -358,7 +372,7 @@ def child(options):
     """Notes, then removes what is not in the folder's results yet."""
     backend = backend_name()
     folder = pathlib.Path(options.folder)
-    first = os.environ.get("RANK", "0") == "0"
+    first = _variable(_INDEX, "0") == "0"
     board = Switchboard(options.rows)
     watch(board, backend)
     notes = folder / "reached.json"
@@ -379,11 +393,11 @@ def child(options):
     ]
     agreed(folder, f"start_{len(done)}", "")
     # Several processes have to leave each test in step.
-    together = 1 if "RANK" in os.environ else 20
+    together = 20 if is_alone() else 1
     only = folder / "only.json"
     chosen = json.loads(only.read_text()) if only.exists() else tests
     for name in sorted(set(tests) & set(chosen)):
-        if options.k not in name or name in done:
+        if name in done or not any(part in name for part in options.k):
             continue
         board.removed = name
         found = {"name": name, "test": "", "error": ""}
@@ -408,7 +422,7 @@ def child(options):
                 print(json.dumps(found), file=file)
         agreed(folder, f"end_{len(done)}", "")
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if used > ENOUGH and "RANK" not in os.environ:
+        if used > ENOUGH and is_alone():
             sys.exit(AGAIN)
 
 
@@ -445,10 +459,13 @@ def _run_all(options, tests, only, env, folder):
     if only is not None:
         (folder / "only.json").write_text(json.dumps(only))
     command = [sys.executable]
-    if backend_name() == "torch":
+    if backend_name() == "torch" or options.processes > 1:
         command += ["-m", "keras_tp.launch", "--devices", str(options.devices)]
-    command += [__file__, "--folder", str(folder), "-k", options.k]
-    command += ["--rows"] * options.rows + list(tests)
+    if options.processes > 1:
+        command += ["--processes", str(options.processes)]
+    command += [__file__, "--folder", str(folder), *tests, "-k", *options.k]
+    if options.rows:
+        command.append("--rows")
     env = {
         **os.environ,
         **env,
@@ -495,9 +512,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("tests", nargs="*", help="files, in place of the backend's own")
-    add("-k", default="", help="only what has this in its name")
+    add("-k", nargs="+", default=[""], help="only names that have one of these")
     add("--rows", action="store_true", help="rows of the table as a whole")
-    add("--devices", type=int, default=2, help="processes of torch")
+    add("--devices", type=int, default=2, help="of a run in processes")
+    add("--processes", type=int, default=1, help="on torch one per device")
     add("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.folder:

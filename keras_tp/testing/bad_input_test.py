@@ -4,6 +4,7 @@ import keras
 import pytest
 from keras import layers
 
+import keras_tp
 from keras_tp import distribution
 from keras_tp.testing import models
 
@@ -35,3 +36,10 @@ def test_a_mesh_of_more_devices_than_there_are():
     count = len(distribution.list_devices())
     with pytest.raises(ValueError):
         distribution.DeviceMesh((1, 2 * count), ["batch", "model"])
+
+
+def test_a_mesh_is_no_distribution():
+    keras_tp.install()
+    for module in (distribution, keras.distribution):
+        with pytest.raises(ValueError, match="DeviceMesh"):
+            module.set_distribution(models.mesh())

@@ -109,6 +109,7 @@ ONLY_VALUES = {
     "slice_update": lambda x: ops.slice_update(x, (0, 0, 1), 2 * x[:, :, :2]),
     "stft": lambda x: ops.stft(x, 4, 2, 4)[0],
 }
+FUNCTIONS_OF_LARGEST = {"top_k": lambda x: ops.top_k(x, 2)[0]}
 # Splits of the kernel of shape (WIDTH, HEADS, SIZE), so of what it gives.
 SPLITS = {"heads": (None, "model", None), "sizes": (None, None, "model")}
 
@@ -205,3 +206,18 @@ def test_a_cache_of_heads_is_written_without_a_gather():
         found = distribution.count_collectives(model, models.CASES["pair"].x)
     assert models.split(model) == {"up/kernel", "up/bias"}
     assert not found["all_gather"].count
+
+
+def test_the_largest_values_are_found_without_a_gather():
+    units = 512
+    layout_map = distribution.LayoutMap(models.mesh())
+    layout_map[".*up/kernel"] = models.COLUMN
+    x = models.CASES["pair"].x
+    with distribution.ModelParallel(layout_map=layout_map).scope():
+        inputs = keras.Input((models.WIDTH,), models.BATCH)
+        y = keras.layers.Dense(units, use_bias=False, name="up")(inputs)
+        model = keras.Model(inputs, Apply(FUNCTIONS_OF_LARGEST)(y))
+        found = distribution.count_collectives(model, x)
+    assert models.split(model)
+    for kind, (_, size) in found.items():
+        assert size < 4 * models.BATCH * units / 4, kind

@@ -32,6 +32,11 @@ def grouped():
     return _around(layers.GroupQueryAttention(WIDTH // HEADS, HEADS, 1))
 
 
+def three_of_six():
+    """KV heads and query heads that are not powers of two."""
+    return _around(layers.GroupQueryAttention(WIDTH // HEADS, 6, 3))
+
+
 def attention():
     return _around(layers.MultiHeadAttention(HEADS, WIDTH // HEADS))
 
@@ -66,9 +71,9 @@ def fused():
     return keras.Model(inputs, inputs + Fused()(x))
 
 
-def recurrent():
+def recurrent(layer=layers.LSTM):
     inputs = keras.Input((LENGTH, WIDTH))
-    x = layers.LSTM(2 * WIDTH, return_sequences=True)(inputs)
+    x = layer(2 * WIDTH, return_sequences=True)(inputs)
     return keras.Model(inputs, layers.Dense(WIDTH)(x))
 
 
@@ -92,6 +97,14 @@ def pooled():
     return keras.Model(inputs, layers.Conv2D(4, 1)(x))
 
 
+def in_groups():
+    """Convolutions whose channels are in groups."""
+    inputs = keras.Input((8, 8, 4))
+    x = layers.Conv2D(4 * WIDTH, 3, padding="same", groups=4)(inputs)
+    x = layers.DepthwiseConv2D(3, padding="same", activation="tanh")(x)
+    return keras.Model(inputs, layers.Conv2D(4, 1)(x))
+
+
 def case(build, like=None):
     """Returns a `Case` with the data of another one."""
     x = _sequences()
@@ -104,8 +117,10 @@ CASES = {
     "transformer": models.CASES["transformer"],
     "attention": case(attention),
     "grouped": case(grouped),
+    "three_of_six": case(three_of_six),
     "fused": case(fused),
     "recurrent": case(recurrent),
+    "gru": case(lambda: recurrent(layers.GRU)),
     "tied": case(tied, models.CASES["transformer"]),
     "pooled": case(
         pooled,
@@ -113,10 +128,11 @@ CASES = {
             y=models.CASES["images"].y[:, ::2, ::2]
         ),
     ),
+    "in_groups": case(in_groups, models.CASES["images"]),
 }
 
 # Their kernels have several blocks in one dim.
-BLOCKS = "fused", "recurrent"
+BLOCKS = "fused", "recurrent", "gru"
 SPLITS_BLOCKS = backend.distribution_lib.splits_in_blocks()
 
 
@@ -155,7 +171,10 @@ def test_training(name):
     assert plan.memory(models.BATCH)["parameters"] == held(model)
 
 
-@pytest.mark.parametrize("name", ["pair", "attention", "grouped", "pooled"])
+@pytest.mark.parametrize(
+    "name",
+    ["pair", "attention", "grouped", "pooled", "in_groups"],
+)
 def test_training_on_two_axes(name):
     count = len(distribution.list_devices())
     one = CASES[name]
@@ -185,7 +204,9 @@ def test_what_is_counted_is_what_the_plan_predicts(name):
         assert size <= sent < size + (ACTIVATION if loss else 1), kind
 
 
-@pytest.mark.parametrize("name", ["attention", "grouped", "tied"])
+@pytest.mark.parametrize(
+    "name", ["attention", "grouped", "three_of_six", "tied"]
+)
 def test_nothing_is_gathered_that_the_plan_does_not_gather(name):
     one = CASES[name]
     plan = distribution.plan_sharding(one.build, models.mesh())
@@ -197,6 +218,26 @@ def test_nothing_is_gathered_that_the_plan_does_not_gather(name):
     for kind in found.keys() - {"all_reduce"}:
         expected = predicted.get(kind, (0, 0))
         assert tuple(found[kind]) == tuple(expected), kind
+
+
+@pytest.mark.parametrize("name", ["recurrent", "gru"])
+def test_a_time_step_gathers_no_kernel(name):
+    if not SPLITS_BLOCKS:
+        pytest.skip("declared: blocks of a dim stay whole")
+    one = CASES[name]
+    plan = distribution.plan_sharding(one.build, models.mesh())
+    with plan.distribution().scope():
+        model = one.build()
+        model.compile("sgd", "mse")
+    found = distribution.count_collectives(model, one.x, one.y)
+    kernels = {row.path: row.bytes for row in distribution.describe(model).rows}
+    smallest = min(size for path, size in kernels.items() if "_cell/k" in path)
+    # The state, in the forward pass, and again for the gradient of the kernel.
+    state = 4 * models.BATCH * 2 * WIDTH
+    assert found["all_gather"].bytes <= 2 * LENGTH * state
+    assert 4 * models.BATCH * WIDTH < smallest
+    for kind in ("all_to_all", "collective_permute"):
+        assert not found[kind].count, kind
 
 
 def sequences():

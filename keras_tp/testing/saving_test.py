@@ -1,6 +1,9 @@
 """Files of a split model load anywhere, and the other way round."""
 
+import importlib
+
 import keras
+import numpy as np
 import pytest
 
 from keras_tp import backend
@@ -62,18 +65,29 @@ def test_paths_in_safetensors(tmp_path):
         assert models.split(loaded) == models.split(model)
 
 
-@pytest.mark.parametrize("names", [keras.saving, keras.models])
+# `tf.keras` has the second half of these names.
+@pytest.mark.parametrize(
+    "names",
+    [
+        f"{package}.{module}"
+        for package in ("keras", "keras._tf_keras.keras")
+        for module in ("saving", "models")
+    ],
+)
 def test_names_that_save_and_load_folders(names, tmp_path):
     path = tmp_path / "model.safetensors"
+    names = importlib.import_module(names)
     with models.model_parallel(CASE).scope():
         model, _ = models.trained(CASE)
         names.save_model(model, path)
         loaded = names.load_model(path)
         models.assert_close(models.values(loaded), models.values(model), 0)
-        other = models.made(CASE)
-        keras.saving.save_weights(model, path)
-        keras.saving.load_weights(other, path)
-        models.assert_close(models.values(other), models.values(model), 0)
+        # `keras.models` has no such functions.
+        if hasattr(names, "save_weights"):
+            other = models.made(CASE)
+            names.save_weights(model, path)
+            names.load_weights(other, path)
+            models.assert_close(models.values(other), models.values(model), 0)
 
 
 def test_older_formats(tmp_path):
@@ -101,6 +115,66 @@ def test_a_state_tree_with_a_value_too_many():
         tree["trainable_variables"]["nowhere"] = {"kernel": CASE.x}
         with pytest.raises(ValueError, match="nowhere"):
             model.set_state_tree(tree)
+
+
+class Grown(keras.layers.Dense):
+    """A layer with a variable more than when it was saved."""
+
+    is_grown = False
+
+    def build(self, shape):
+        super().build(shape)
+        if self.is_grown:
+            self.add_weight(shape=(2,), name="more")
+
+
+def test_a_folder_of_orbax(tmp_path, monkeypatch):
+    pytest.importorskip("orbax.checkpoint")
+
+    def build():
+        inputs = keras.Input((models.WIDTH,))
+        return keras.Model(inputs, Grown(models.WIDTH, name="up_0")(inputs))
+
+    layouts = {".*up_0/kernel": models.COLUMN}
+    case = CASE._replace(build=build, layouts=layouts)
+    with models.model_parallel(case).scope():
+        model = models.made(case)
+        callback = keras.callbacks.OrbaxCheckpoint(
+            str(tmp_path), save_on_background=False
+        )
+        model.fit(CASE.x, CASE.y, verbose=0, callbacks=[callback])
+        custom = {"Grown": Grown}
+        loaded = keras.saving.load_model(str(tmp_path), custom_objects=custom)
+        models.assert_close(models.values(loaded), models.values(model), 0)
+        assert models.split(loaded) == models.split(model)
+        monkeypatch.setattr(Grown, "is_grown", True)
+        with pytest.raises(ValueError, match="up_0/more"):
+            keras.saving.load_model(str(tmp_path), custom_objects=custom)
+
+
+def test_a_program_for_one_device(tmp_path):
+    is_torch = keras.config.backend() == "torch"
+    path = tmp_path / ("program.pt2" if is_torch else "program")
+    with models.model_parallel(CASE).scope():
+        model, _ = models.trained(CASE)
+    expected = model.predict(CASE.x, verbose=0)
+    split = models.split(model)
+    if is_torch:
+        import torch
+
+        # Torch takes the size of the batch from an example of one.
+        model.export(path, format="torch", verbose=False)
+        program = torch.export.load(path).module()
+        served = program(torch.from_numpy(CASE.x[:1])).detach()
+    else:
+        tf = pytest.importorskip("tensorflow")
+        model.export(path, verbose=False)
+        program = tf.saved_model.load(str(path))
+        served = program.serve(CASE.x[:1])
+    models.assert_close(np.asarray(served), expected[:1])
+    # The model goes on as it was.
+    assert models.split(model) == split
+    models.assert_close([model.predict(CASE.x, verbose=0)], [expected], 0)
 
 
 class Breaks(keras.layers.Dense):

@@ -126,3 +126,35 @@ def test_computing_layers_again_adds_no_collective():
             for c in (case._replace(build=computed_again), plain)
         )
     assert again == once
+
+
+def windows():
+    """Returns a model whose pooling windows overlap."""
+    inputs = keras.Input((8, 8, 4))
+    x = keras.layers.Conv2D(8, 3, padding="same", name="image")(inputs)
+    x = keras.layers.MaxPooling2D(3, 1, "same")(x)
+    return keras.Model(inputs, keras.layers.Conv2D(4, 1)(x))
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+def test_a_layout_of_what_a_layer_gives(dim):
+    """Along the height, windows cross from one device to the next."""
+    case = models.CASES["images"]
+    axes = [None] * 4
+    axes[dim] = "model"
+    case = case._replace(build=windows, layouts={".*image/output": axes})
+    one, losses = models.trained(case)
+    # One axis of the mesh, and two of four devices.
+    for batch in {1, len(distribution.list_devices()) // 2}:
+        with models.model_parallel(case, batch).scope():
+            model, found = models.trained(case)
+            counted = distribution.count_collectives(model, case.x, case.y)
+        models.assert_close(found, losses)
+        models.assert_close(models.values(model), models.values(one), 1e-4)
+        assert any(row.count for row in counted.values())
+        # The last batch is smaller.
+        models.assert_close(
+            [model.predict(case.x, 3, verbose=0)],
+            [one.predict(case.x, 3, verbose=0)],
+            1e-4,
+        )

@@ -188,6 +188,38 @@ def test_a_model_is_used_after_the_scope(form, use):
     assert len(models.split(model)) == 3
 
 
+class Doubled(keras.layers.Layer):
+    """Passes its input on, with a gradient of its own."""
+
+    def call(self, x):
+        @keras.ops.custom_gradient
+        def same(x):
+            def gradient(*args, upstream=None):
+                upstream = args[0] if upstream is None else upstream
+                more = keras.ops.ones((models.BATCH, models.WIDTH))
+                return 2 * upstream + more
+
+            return x, gradient
+
+        return same(x)
+
+
+@pytest.mark.parametrize("use", ["train_on_batch", "loop"])
+def test_a_gradient_of_the_users_own(use):
+    def build():
+        keras.utils.set_random_seed(1)
+        model = models.pairs(64)
+        model = keras.Model(model.input, Doubled()(model.output))
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    expected = USES[use](build())
+    with planned().scope():
+        model = build()
+    models.assert_close(USES[use](model), expected)
+    assert models.split(model)
+
+
 @pytest.mark.parametrize("use", ["fit", "loop"])
 def test_a_model_that_was_moved_is_used(use):
     one = made("functional")
@@ -247,3 +279,21 @@ def test_what_replaces_a_kernel_is_split_like_it(kind):
     ]
     assert split
     models.assert_close([found], [whole], 0.2 if kind == "int8" else 1e-5)
+
+
+def test_numbers_drawn_under_a_distribution_and_after_it():
+    def drawn():
+        return keras.ops.convert_to_numpy(keras.random.normal((3,)))
+
+    keras.utils.set_random_seed(1)
+    expected = [drawn() for _ in range(3)]
+    keras.utils.set_random_seed(1)
+    with planned().scope():
+        found = [drawn()]
+    found.append(drawn())
+    # The state is not tied to the mesh of then.
+    with distribution.DataParallel(models.axis("batch")).scope():
+        found.append(drawn())
+    if keras.config.backend() != "tensorflow":
+        models.assert_close(found, expected)
+    assert len({tuple(numbers) for numbers in found}) == 3
