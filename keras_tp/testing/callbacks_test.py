@@ -33,14 +33,17 @@ def fit(callbacks):
     return history.history["loss"]
 
 
-def test_an_interrupted_run_goes_on(tmp_path):
+# Names of a file, and of a folder in which each process writes its part.
+@pytest.mark.parametrize(
+    ("backup", "best"),
+    [("backup", "best.weights.h5"), ("run.safetensors", "best.safetensors")],
+)
+def test_an_interrupted_run_goes_on(backup, best, tmp_path):
     def writers():
         return [
-            keras.callbacks.BackupAndRestore(tmp_path / "backup"),
+            keras.callbacks.BackupAndRestore(tmp_path / backup),
             keras.callbacks.ModelCheckpoint(
-                tmp_path / "best.weights.h5",
-                monitor="loss",
-                save_weights_only=True,
+                tmp_path / best, monitor="loss", save_weights_only=True
             ),
             keras.callbacks.CSVLogger(tmp_path / "log.csv", append=True),
         ]
@@ -50,6 +53,9 @@ def test_an_interrupted_run_goes_on(tmp_path):
         with pytest.raises(Interrupted):
             fit([*writers(), Interrupt()])
         models.assert_close(fit(writers()), expected[2:])
+        other = models.made(CASE)
+        other.load_weights(tmp_path / best)
+        assert models.split(other)
     # One process has written each epoch, once.
     lines = (tmp_path / "log.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in lines[1:]] == ["0", "1", "2", "3"]

@@ -188,6 +188,61 @@ def test_a_model_is_used_after_the_scope(form, use):
     assert len(models.split(model)) == 3
 
 
+class Noting(keras.layers.Dense):
+    """Notes the distribution under which it is saved."""
+
+    seen = ()
+
+    def save_own_variables(self, store):
+        self.seen.append(distribution.distribution())
+        super().save_own_variables(store)
+
+
+ENTRIES = {
+    "fit": lambda model, path: model.fit(X, Y, verbose=0),
+    "evaluate": lambda model, path: model.evaluate(X, Y, verbose=0),
+    "predict": lambda model, path: model.predict(X, verbose=0),
+    "train_on_batch": lambda model, path: model.train_on_batch(X, Y),
+    "test_on_batch": lambda model, path: model.test_on_batch(X, Y),
+    "predict_on_batch": lambda model, path: model.predict_on_batch(X),
+    "save": lambda model, path: model.save(path / "model.keras"),
+    "save_weights": lambda model, path: model.save_weights(
+        path / "model.weights.h5"
+    ),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_the_distribution_of_the_model_is_entered(entry, tmp_path, monkeypatch):
+    parallel, seen = planned(), []
+    monkeypatch.setattr(Noting, "seen", seen)
+    # `fit` draws the order of the samples.
+    keras.utils.set_random_seed(1)
+    with parallel.scope():
+        inputs = keras.Input((models.WIDTH,))
+        x = keras.layers.Dense(64, name="up_0")(inputs)
+        x = Noting(models.WIDTH, name="down_0")(x)
+        model = keras.Model(inputs, x)
+        model.compile("sgd", "mse")
+        model.train_on_batch(X, Y)
+
+    def noting(step):
+        def noted(*args, **kwargs):
+            seen.append(distribution.distribution())
+            return step(*args, **kwargs)
+
+        return noted
+
+    for name in ("train", "test", "predict"):
+        step = getattr(model, f"{name}_step")
+        setattr(model, f"{name}_step", noting(step))
+        setattr(model, f"{name}_function", None)
+    with distribution.DataParallel(models.axis("batch")).scope():
+        ENTRIES[entry](model, tmp_path)
+    assert seen
+    assert all(current is parallel for current in seen)
+
+
 class Doubled(keras.layers.Layer):
     """Passes its input on, with a gradient of its own."""
 
