@@ -1,25 +1,125 @@
-"""Convolutions in groups, where XLA's partitioner computes a wrong gradient."""
+"""Convolutions on meshes of two axes, where XLA's partitioner is wrong.
+
+With torch_xla 2.9, without an error:
+
+- If height or width is split along one axis, and the kernel along another one,
+  the outputs are wrong. So both are whole here, of images and of outputs; the
+  channels are split as the kernel is.
+- If the batch is split and the convolution has groups, the gradient of the
+  kernel is doubled. Here it is a product for each place in the kernel.
+"""
 
 import itertools
+import math
 
 import torch
+from keras.src import backend
+from keras.src.backend.torch import nn
 from keras.src.distribution.distribution_lib import distribution
 
 from keras_tp.backend.torch_xla import placement
+
+_nested = []
+
+
+def is_wide():
+    """Returns whether the mesh has several axes of several devices."""
+    mesh = getattr(distribution(), "device_mesh", None)
+    return mesh is not None and max(mesh.shape) < mesh.devices.size
+
+
+class Functions:
+    """Functions of `keras.src.backend.torch.nn`."""
+
+    def conv(original, inputs, kernel, *args, **kwargs):
+        of_inputs, of_outputs = _axes(kernel)[-2:]
+        if inputs.shape[_channels(inputs, args, kwargs)] != kernel.shape[-2]:
+            # Groups: each has its own inputs.
+            of_inputs = of_outputs
+        return _laid_out(
+            original, inputs, kernel, args, kwargs, of_inputs, of_outputs
+        )
+
+    def depthwise_conv(original, inputs, kernel, *args, **kwargs):
+        axis = _axes(kernel)[-2]
+        return _laid_out(original, inputs, kernel, args, kwargs, axis, axis)
+
+    def conv_transpose(original, inputs, kernel, *args, **kwargs):
+        of_outputs, of_inputs = _axes(kernel)[-2:]
+        return _laid_out(
+            original, inputs, kernel, args, kwargs, of_inputs, of_outputs
+        )
+
+    def separable_conv(
+        original,
+        inputs,
+        depthwise_kernel,
+        pointwise_kernel,
+        strides=1,
+        padding="valid",
+        data_format=None,
+        dilation_rate=1,
+    ):
+        # As Keras does, but the kernels keep their layouts.
+        x = nn.depthwise_conv(
+            *(inputs, depthwise_kernel, strides, padding),
+            *(data_format, dilation_rate),
+        )
+        return nn.conv(
+            x,
+            pointwise_kernel,
+            data_format=data_format,
+            dilation_rate=dilation_rate,
+        )
+
+
+def _axes(kernel):
+    """Returns the mesh axes of the dims of a kernel, in Keras's order."""
+    layout = getattr(kernel, "_layout", None)
+    return (None,) * len(kernel.shape) if layout is None else layout.axes
+
+
+def _channels(inputs, args, kwargs):
+    """Returns the dim of the channels, from the arguments of a convolution."""
+    given = [*args, *kwargs.values()]
+    form = next((x for x in given if str(x).startswith("channels")), None)
+    is_first = backend.standardize_data_format(form) == "channels_first"
+    return 1 if is_first else len(inputs.shape) - 1
+
+
+def _laid_out(original, inputs, kernel, args, kwargs, of_inputs, of_outputs):
+    """Computes a convolution between inputs and outputs with a layout."""
+    if _nested or not is_wide() or not placement.is_xla(inputs):
+        return original(inputs, kernel, *args, **kwargs)
+    channels = _channels(inputs, args, kwargs)
+    _nested.append(True)
+    try:
+        inputs = _split(inputs, channels, of_inputs)
+        outputs = original(inputs, kernel, *args, **kwargs)
+        return _split(outputs, channels, of_outputs)
+    finally:
+        _nested.pop()
+
+
+def _split(x, channels, axis):
+    """Splits the batch and the channels of an image, and no other dim."""
+    current = distribution()
+    mesh = current.device_mesh.backend_mesh
+    sizes = mesh.shape()
+    batch = current.get_data_layout(tuple(x.shape)).axes[0]
+    axes = [None] * x.ndim
+    for dim, own in ((0, batch), (channels, axis)):
+        count = math.prod(sizes[name] for name in placement.names_of(own))
+        if x.shape[dim] % count == 0:
+            axes[dim] = own
+    return placement.constrained(x, placement.Placement(mesh, tuple(axes)))
 
 
 def conv(
     original, x, kernel, bias=None, stride=1, padding=0, dilation=1, groups=1
 ):
-    """Wraps `torch.nn.functional.conv1d`, 2d and 3d.
-
-    If the batch is split along one of two mesh axes and the convolution has
-    groups, the gradient of the kernel is doubled, without an error (torch_xla
-    2.9). Here it is a product for each place in the kernel.
-    """
-    mesh = getattr(distribution(), "device_mesh", None)
-    is_wide = mesh is not None and max(mesh.shape) < mesh.devices.size
-    if groups == 1 or not is_wide or not placement.is_xla(x):
+    """Wraps `torch.nn.functional.conv1d`, 2d and 3d."""
+    if groups == 1 or not is_wide() or not placement.is_xla(x):
         return original(x, kernel, bias, stride, padding, dilation, groups)
     rank = x.ndim - 2
     stride, dilation = (

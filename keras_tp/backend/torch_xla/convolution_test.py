@@ -1,4 +1,4 @@
-"""Convolutions in groups on a mesh of two axes, with their gradients."""
+"""Convolutions on a mesh of two axes, with their gradients."""
 
 import keras
 import numpy as np
@@ -62,3 +62,63 @@ def test_gradients(name, rank, axes):
         found = run(placed(x, *axes), placed(kernel, "model"), placed(bias))
     for a, b in zip(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+RNG = np.random.default_rng(0)
+LAYERS = {
+    "conv": lambda: keras.layers.Conv2D(8, 3, padding="same"),
+    "in_groups": lambda: keras.layers.Conv2D(8, 3, padding="same", groups=4),
+    "strided": lambda: keras.layers.Conv2D(8, 3, strides=2),
+    "depthwise": lambda: keras.layers.DepthwiseConv2D(3, padding="same"),
+    "separable": lambda: keras.layers.SeparableConv2D(8, 3, padding="same"),
+    "transposed": lambda: keras.layers.Conv2DTranspose(8, 3, 2, "same"),
+}
+
+
+@pytest.mark.skipif(COUNT < 4, reason="needs a mesh of two axes")
+@pytest.mark.parametrize(
+    ("name", "axis", "split"),
+    [
+        *((name, axis, -1) for name in LAYERS for axis in ("batch", "model")),
+        *(("conv", "model", split) for split in (None, -2)),
+        *((name, "batch", -2) for name in ("depthwise", "transposed")),
+    ],
+)
+def test_images_that_are_split_along_the_height(name, axis, split):
+    """A dense layer's units become the rows of an image."""
+    x = RNG.standard_normal((4, 6), "float32")
+
+    def run():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((6,))
+        y = keras.layers.Dense(8 * 8 * 8, name="up")(inputs)
+        y = keras.layers.Reshape((8, 8, 8), name="image")(y)
+        layer = LAYERS[name]()
+        layer.name = "images"
+        model = keras.Model(inputs, layer(y))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        y = np.ones(model.compute_output_shape((4, 6)), "float32")
+        losses = [model.train_on_batch(x, y) for _ in range(2)]
+        return [*losses, model.predict_on_batch(x), *model.get_weights()]
+
+    expected = run()
+    mesh = distribution.DeviceMesh((2, COUNT // 2), ["batch", "model"])
+    layout_map = distribution.LayoutMap(mesh)
+    layout_map["up/kernel"] = (None, axis)
+    layout_map["image/output"] = (None, axis, None, None)
+    if split is not None:
+        axes = [None] * 4
+        axes[split] = "model"
+        layout_map["images/.*kernel"] = axes
+    parallel = distribution.ModelParallel(
+        layout_map=layout_map, batch_dim_name="batch"
+    )
+    try:
+        with parallel.scope():
+            found = run()
+    except ValueError as e:
+        # A dim of one channel, say, which the devices do not divide.
+        assert "does not divide" in str(e)
+        return
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -123,6 +123,11 @@ TABLE = [
         activations.Functions,
         "gradients of elu, celu and selu are correct",
     ),
+    methods_row(
+        "keras.src.backend.torch.nn",
+        convolution.Functions,
+        "images that are split along the height are convolved correctly",
+    ),
     Hook(
         "torch.nn.functional",
         ("conv1d", "conv2d", "conv3d"),
