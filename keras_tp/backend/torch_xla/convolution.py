@@ -32,23 +32,13 @@ class Functions:
     """Functions of `keras.src.backend.torch.nn`."""
 
     def conv(original, inputs, kernel, *args, **kwargs):
-        of_inputs, of_outputs = _axes(kernel)[-2:]
-        if inputs.shape[_channels(inputs, args, kwargs)] != kernel.shape[-2]:
-            # Groups: each has its own inputs.
-            of_inputs = of_outputs
-        return _laid_out(
-            original, inputs, kernel, args, kwargs, of_inputs, of_outputs
-        )
+        return _laid_out(original, _of_conv, inputs, kernel, args, kwargs)
 
     def depthwise_conv(original, inputs, kernel, *args, **kwargs):
-        axis = _axes(kernel)[-2]
-        return _laid_out(original, inputs, kernel, args, kwargs, axis, axis)
+        return _laid_out(original, _of_depthwise, inputs, kernel, args, kwargs)
 
     def conv_transpose(original, inputs, kernel, *args, **kwargs):
-        of_outputs, of_inputs = _axes(kernel)[-2:]
-        return _laid_out(
-            original, inputs, kernel, args, kwargs, of_inputs, of_outputs
-        )
+        return _laid_out(original, _of_transposed, inputs, kernel, args, kwargs)
 
     def separable_conv(
         original,
@@ -73,25 +63,37 @@ class Functions:
         )
 
 
-def _axes(kernel):
-    """Returns the mesh axes of the dims of a kernel, in Keras's order."""
-    layout = getattr(kernel, "_layout", None)
-    return (None,) * len(kernel.shape) if layout is None else layout.axes
+def _of_conv(axes, has_groups):
+    """Returns the mesh axes of the channels of inputs, and of outputs.
+
+    Args:
+        axes: Tuple, the mesh axis of each dim of the kernel, in Keras's order.
+        has_groups: Boolean. Each group has its own inputs.
+    """
+    of_inputs, of_outputs = axes[-2:]
+    return of_outputs if has_groups else of_inputs, of_outputs
 
 
-def _channels(inputs, args, kwargs):
-    """Returns the dim of the channels, from the arguments of a convolution."""
-    given = [*args, *kwargs.values()]
-    form = next((x for x in given if str(x).startswith("channels")), None)
-    is_first = backend.standardize_data_format(form) == "channels_first"
-    return 1 if is_first else len(inputs.shape) - 1
+def _of_depthwise(axes, has_groups):
+    return axes[-2], axes[-2]
 
 
-def _laid_out(original, inputs, kernel, args, kwargs, of_inputs, of_outputs):
+def _of_transposed(axes, has_groups):
+    return axes[-1], axes[-2]
+
+
+def _laid_out(original, channel_axes, inputs, kernel, args, kwargs):
     """Computes a convolution between inputs and outputs with a layout."""
     if _nested or not is_wide() or not placement.is_xla(inputs):
         return original(inputs, kernel, *args, **kwargs)
-    channels = _channels(inputs, args, kwargs)
+    given = [*args, *kwargs.values()]
+    form = next((x for x in given if str(x).startswith("channels")), None)
+    is_first = backend.standardize_data_format(form) == "channels_first"
+    channels = 1 if is_first else inputs.ndim - 1
+    layout = getattr(kernel, "_layout", None)
+    axes = (None,) * len(kernel.shape) if layout is None else layout.axes
+    has_groups = inputs.shape[channels] != kernel.shape[-2]
+    of_inputs, of_outputs = channel_axes(axes, has_groups)
     _nested.append(True)
     try:
         inputs = _split(inputs, channels, of_inputs)
@@ -106,12 +108,14 @@ def _split(x, channels, axis):
     current = distribution()
     mesh = current.device_mesh.backend_mesh
     sizes = mesh.shape()
-    batch = current.get_data_layout(tuple(x.shape)).axes[0]
+    layout = current.get_data_layout(tuple(x.shape))
+    batch = placement.names_of(layout.axes[0])
+    # A variable that is fully sharded is split over the batch axis too.
+    own = [name for name in placement.names_of(axis) if name not in batch]
     axes = [None] * x.ndim
-    for dim, own in ((0, batch), (channels, axis)):
-        count = math.prod(sizes[name] for name in placement.names_of(own))
-        if x.shape[dim] % count == 0:
-            axes[dim] = own
+    for dim, names in ((0, batch), (channels, own)):
+        if x.shape[dim] % math.prod(sizes[name] for name in names) == 0:
+            axes[dim] = tuple(names) or None
     return placement.constrained(x, placement.Placement(mesh, tuple(axes)))
 
 
