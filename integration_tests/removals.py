@@ -100,7 +100,8 @@ _COUNT = "WORLD_SIZE", "KERAS_DISTRIBUTION_NUM_PROCESSES"
 # Seconds that one process waits for the others at the end of a test.
 PATIENCE = 120
 # TensorFlow keeps all programs that it has compiled. A process that uses more
-# bytes than this ends with this exit status, and a new one goes on.
+# bytes than this ends with this exit status, and a new one goes on. So does a
+# run whose processes have lost their connection.
 ENOUGH = 5 * 2**30
 AGAIN = 75
 
@@ -351,7 +352,14 @@ def agreed(folder, step, outcome):
         if time.monotonic() > until:
             sys.exit("the processes of the run fell out of step")
         time.sleep(0.02)
-    return next((t for t in (p.read_text() for p in others) if t), "")
+    found = filter(None, [path.read_text() for path in others])
+    # What a process found by itself says more.
+    return min(found, key=is_broken, default="")
+
+
+def is_broken(outcome):
+    """Returns whether a connection between processes broke in a test."""
+    return any(part in outcome for part in ("gloo", "Connection closed"))
 
 
 def candidates(reached, seconds):
@@ -421,6 +429,9 @@ def child(options):
             with results.open("a") as file:
                 print(json.dumps(found), file=file)
         agreed(folder, f"end_{len(done)}", "")
+        if is_broken(found["error"]):
+            # In this run, every test that communicates would fail from now on.
+            sys.exit(AGAIN)
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if used > ENOUGH and is_alone():
             sys.exit(AGAIN)
