@@ -45,6 +45,24 @@ class Functions:
                 return found
         return original(subscripts, *operands, **kwargs)
 
+    def repeat(original, x, repeats, axis=None):
+        """Repeats KV heads that the devices do not divide by a lookup.
+
+        Each device takes the heads of its query heads. Otherwise XLA splits a
+        new dim, and gathers it in the backward pass.
+        """
+        if (
+            placement.is_xla(x)
+            and isinstance(repeats, int)
+            and axis is not None
+        ):
+            size = x.shape[axis]
+            counts = distribution().device_mesh.shape if distribution() else ()
+            if any(size % n and size * repeats % n == 0 for n in counts):
+                index = torch.arange(size).repeat_interleave(repeats)
+                return torch.index_select(x, axis, index.to(x.device))
+        return original(x, repeats, axis=axis)
+
 
 def _column(subscripts, x, kernel):
     """Returns a product with a column-parallel kernel.
