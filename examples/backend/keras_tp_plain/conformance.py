@@ -12,4 +12,10 @@ CANNOT = {
     "test_activations_split_along_the_sequence": (
         "activations are whole along the sequence"
     ),
+    "test_the_largest_values_are_found_without_a_gather": (
+        "XLA gathers the values of a `top_k`"
+    ),
+    "test_nothing_is_gathered_that_the_plan_does_not_gather[repeated]": (
+        "XLA gathers heads that are repeated if the devices do not divide them"
+    ),
 }

@@ -14,6 +14,7 @@ from keras.src.backend.jax import distribution_lib as keras_lib
 from keras_tp.backend import hlo_collectives
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.jax import collective_counter
+from keras_tp.backend.jax import pooling
 from keras_tp.backend.processes import callbacks
 from keras_tp.backend.processes import commands
 from keras_tp.backend.saving import one_writer
@@ -101,8 +102,14 @@ def hook_table():
         lambda original: distribute_data_input,
         "a batch that does not divide is whole on each device",
     )
+    windows = Hook(
+        "keras.src.backend.jax.nn",
+        ("max_pool", "adaptive_max_pool"),
+        pooling.hook_max_pool,
+        "gradients are correct where pooling windows cross two devices",
+    )
     files = one_writer.table(is_distributed=lambda model: False)
-    return [batches, *callbacks.table(), *files]
+    return [batches, *callbacks.table(), windows, *files]
 
 
 # What it can split, and what is going on.
