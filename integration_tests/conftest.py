@@ -42,8 +42,8 @@ def pytest_collection_finish(session):
     """All files are imported first, and one must not change what others get."""
     if _settings() != _SETTINGS:
         raise pytest.UsageError(
-            "A file of tests, or what it imports, sets an environment variable "
-            f"when it is imported. Before: {_SETTINGS}; after: {_settings()}"
+            "Importing the tests changed environment variables, which later "
+            f"tests would get. Before: {_SETTINGS}; after: {_settings()}"
         )
 
 

@@ -7,6 +7,7 @@ import pytest
 from integration_tests import harness
 from keras_tp import distribution
 from keras_tp.backend import distribution_lib as lib
+from keras_tp.testing import saving_test
 
 pytest.importorskip(
     "orbax.checkpoint", reason="orbax-checkpoint is not installed"
@@ -104,29 +105,18 @@ def test_another_mesh(tmp_path):
             callback.wait_until_finished()
 
 
-class Grown(keras.layers.Dense):
-    """Has a variable more than when it was saved."""
-
-    is_grown = False
-
-    def build(self, shape):
-        super().build(shape)
-        if self.is_grown:
-            self.add_weight(shape=(2,), name="more")
-
-
 @pytest.mark.filterwarnings("ignore:No pattern of the LayoutMap")
 def test_a_variable_without_a_value(tmp_path, monkeypatch):
     with scope():
         inputs = keras.Input((6,))
-        outputs = keras.layers.Dense(4)(Grown(8, name="up")(inputs))
+        outputs = keras.layers.Dense(4)(saving_test.Grown(8, name="up")(inputs))
         model = keras.Model(inputs, outputs)
         model.compile("adam", "mse")
         fit(model, tmp_path, save_on_background=False)
-        monkeypatch.setattr(Grown, "is_grown", True)
+        monkeypatch.setattr(saving_test.Grown, "is_grown", True)
         with pytest.raises(ValueError, match="up/more"):
             keras.saving.load_model(
-                str(tmp_path), custom_objects={"Grown": Grown}
+                str(tmp_path), custom_objects={"Grown": saving_test.Grown}
             )
 
 

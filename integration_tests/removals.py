@@ -353,7 +353,7 @@ def agreed(folder, step, outcome):
             sys.exit("the processes of the run fell out of step")
         time.sleep(0.02)
     found = filter(None, [path.read_text() for path in others])
-    # What a process found by itself says more.
+    # A failure of the test says more than a connection that broke after it.
     return min(found, key=is_broken, default="")
 
 

@@ -359,8 +359,7 @@ def how_to_launch(device_count):
         device_count: Int, number of devices.
     """
     if commands.in_notebook():
-        flags = _xla_flags(os.environ.get("XLA_FLAGS", ""), device_count)
-        variables = {"XLA_FLAGS": flags}
+        variables = _device_variables(device_count)
         if jax.default_backend() != "cpu":
             variables["JAX_PLATFORMS"] = "cpu"
         return commands.before_import(device_count, variables)

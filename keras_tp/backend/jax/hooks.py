@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 from keras.src.backend.jax import core
-from keras.src.distribution.distribution_lib import distribution
 
 from keras_tp.backend import rematerialization as remat
+from keras_tp.backend import repeated_heads
 from keras_tp.backend.hooks import Hook
 from keras_tp.backend.hooks import around
 from keras_tp.backend.hooks import methods_row
@@ -37,18 +37,11 @@ def _repeat(original, x, repeats, axis=None):
 
     if isinstance(repeats, int) and axis is not None:
         size = x.shape[axis]
-        if _only_repeated_divides(size, repeats):
+        if repeated_heads.only_repeated_divide(size, repeats):
             index = np.repeat(np.arange(size), repeats)
             x = core.convert_to_tensor(x)
             return jnp.take(x, index, axis=axis, mode="clip")
     return original(x, repeats, axis=axis)
-
-
-def _only_repeated_divides(size, repeats):
-    mesh = getattr(distribution(), "device_mesh", None)
-    return mesh is not None and any(
-        size % count and size * repeats % count == 0 for count in mesh.shape
-    )
 
 
 class _Trainer:

@@ -8,6 +8,7 @@ import tensorflow as tf
 from keras_tp import distribution as dist
 from keras_tp.backend.tensorflow import functions
 from keras_tp.backend.tensorflow import placement
+from keras_tp.testing import uses_test
 
 X = np.arange(12, dtype="float32").reshape(3, 4) / 12
 
@@ -339,28 +340,13 @@ def test_a_generator_network_whose_input_is_drawn_in_the_step():
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
-class Doubled(keras.layers.Layer):
-    """Passes its input on, with a gradient of its own."""
-
-    def call(self, x):
-        @keras.ops.custom_gradient
-        def same(x):
-            def gradient(*args, upstream=None):
-                upstream = args[0] if upstream is None else upstream
-                return 2 * upstream + keras.ops.ones((3, 2))
-
-            return x, gradient
-
-        return same(x)
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
 def test_a_gradient_of_the_users_own(compiled):
     """An eager loop computes it after it has left the mesh."""
 
     def run(make):
         model = make()
-        model.add(Doubled())
+        model.add(uses_test.Doubled())
         optimizer = keras.optimizers.SGD(0.1)
 
         def step(x):

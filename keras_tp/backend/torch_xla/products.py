@@ -19,6 +19,7 @@ from keras.src.backend.torch import core
 from keras.src.distribution.distribution_lib import distribution
 from torch.utils.weak import WeakIdKeyDictionary
 
+from keras_tp.backend import repeated_heads
 from keras_tp.backend.torch_xla import placement
 
 # Tensor -> its copies, by number of devices.
@@ -57,8 +58,7 @@ class Functions:
             and axis is not None
         ):
             size = x.shape[axis]
-            counts = distribution().device_mesh.shape if distribution() else ()
-            if any(size % n and size * repeats % n == 0 for n in counts):
+            if repeated_heads.only_repeated_divide(size, repeats):
                 index = torch.arange(size).repeat_interleave(repeats)
                 return torch.index_select(x, axis, index.to(x.device))
         return original(x, repeats, axis=axis)
