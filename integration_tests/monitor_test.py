@@ -105,6 +105,33 @@ def test_its_numbers_are_in_the_logs(tmp_path):
     assert lib.process_id() or written == history["step_ms"]
 
 
+def test_tensorboard_has_its_numbers(tmp_path):
+    pytest.importorskip("tensorflow", reason="the callback writes with it")
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator",
+        reason="it reads the file",
+    )
+    from tensorboard.util import tensor_util
+
+    with planned().scope():
+        model = model_of()
+    board = keras.callbacks.TensorBoard(tmp_path)
+    history = fit(model, DistributionMonitor(batch_size=8), board).history
+    lib.meet("the events")
+    if lib.process_id():
+        return
+    written = events.EventAccumulator(
+        str(tmp_path / "train"), {events.TENSORS: 0}
+    )
+    written.Reload()
+    for name in ("step_ms", "samples_per_s", "memory_mib"):
+        found = [
+            float(tensor_util.make_ndarray(event.tensor_proto))
+            for event in written.Tensors(f"epoch_{name}")
+        ]
+        assert found == pytest.approx(history[name], rel=1e-6)
+
+
 def test_the_first_step_does_not_count():
     monitor = DistributionMonitor(batch_size=8)
     monitor.on_epoch_begin(0)
