@@ -66,21 +66,33 @@ class Hook(
     def resolve(self):
         """Returns the live object that owns the attributes."""
         module, _, name = self.owner.partition(":")
-        owner = importlib.import_module(module)
+        try:
+            owner = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):
+                # Something that the module needs is not installed.
+                raise
+            owner = _ABSENT
         for part in name.split(".") if name else ():
             owner = getattr(owner, part, _ABSENT)
         for attribute in self.attributes:
             if owner is _ABSENT or not (self.adds or hasattr(owner, attribute)):
-                package = "Keras"
-                if self.waits:
-                    package = module.partition(".")[0]
-                raise RuntimeError(
-                    f"{package} has no {self.owner}.{attribute}, which "
-                    f"keras_tp replaces so that {self.why}. Install a version "
-                    f"of keras_tp that supports this version of {package}. "
-                    f"Received: keras {keras.__version__}"
-                )
+                raise RuntimeError(self._moved(module, attribute))
         return owner
+
+    def _moved(self, module, attribute):
+        """Returns the message about an attribute that is not there."""
+        package = module.partition(".")[0]
+        received = [f"keras {keras.__version__}"]
+        if package != "keras":
+            version = getattr(sys.modules.get(package), "__version__", "")
+            received.append(f"{package} {version}".strip())
+        name = "Keras" if package == "keras" else package
+        return (
+            f"{name} has no {self.owner}.{attribute}, which keras_tp replaces "
+            f"so that {self.why}. Install a version of keras_tp that supports "
+            f"this version of {name}. Received: {', '.join(received)}"
+        )
 
 
 def around(function):

@@ -4,6 +4,7 @@ import sys
 import types
 
 import keras
+import numpy as np
 import pytest
 
 import keras_tp
@@ -55,6 +56,18 @@ def test_a_moved_attribute_is_named_and_nothing_stays_replaced():
         assert text in str(e.value)
     assert keras.Model.fit is fit
     assert not hooks.is_installed()
+
+
+def test_a_module_that_is_gone_is_named_with_its_package():
+    row = Hook("numpy.fft.moved", "fft", call_inner, "spectra are right")
+    with pytest.raises(RuntimeError) as e:
+        hooks.install([row])
+    for text in (
+        "numpy has no numpy.fft.moved.fft",
+        "so that spectra are right",
+        f"numpy {np.__version__}",
+    ):
+        assert text in str(e.value)
 
 
 def test_a_class_that_is_gone_is_named():
