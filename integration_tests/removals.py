@@ -338,8 +338,8 @@ def agreed(folder, step, outcome):
     """Tells the other processes of a run how a test ended here.
 
     Returns:
-        String, how it failed in the first process in which it did; empty if
-        it passed in all of them.
+        List of strings, how it ended in each process: how it failed there, or
+        empty where it passed.
     """
     count = int(_variable(_COUNT, "1"))
     index = _variable(_INDEX, "0")
@@ -347,19 +347,34 @@ def agreed(folder, step, outcome):
     mine.with_suffix(".part").write_text(outcome)
     mine.with_suffix(".part").rename(mine)
     until = time.monotonic() + PATIENCE
-    others = [folder / f"step_{step}_{i}" for i in range(count)]
-    while not all(path.exists() for path in others):
+    paths = [folder / f"step_{step}_{i}" for i in range(count)]
+    while not all(path.exists() for path in paths):
         if time.monotonic() > until:
             sys.exit("the processes of the run fell out of step")
         time.sleep(0.02)
-    found = filter(None, [path.read_text() for path in others])
-    # A failure of the test says more than a connection that broke after it.
-    return min(found, key=is_broken, default="")
+    return [path.read_text() for path in paths]
+
+
+def says_most(outcomes):
+    """Returns the failure to report; empty if the test passed everywhere."""
+    # How the test failed says more than a connection that broke after it.
+    return min(filter(None, outcomes), key=is_broken, default="")
+
+
+def are_in_step(outcomes):
+    """Returns whether processes can run another test after this one.
+
+    If one failed in a test and another did not, or elsewhere, then one may
+    have waited for the other until their connection was closed. Every later
+    test that communicates would fail, whatever is left out.
+    """
+    return len(set(outcomes)) == 1 and not any(map(is_broken, outcomes))
 
 
 def is_broken(outcome):
     """Returns whether a connection between processes broke in a test."""
-    return any(part in outcome for part in ("gloo", "Connection closed"))
+    signs = "gloo", "Connection closed", "pair closure"
+    return any(sign in outcome for sign in signs)
 
 
 def candidates(reached, seconds):
@@ -409,6 +424,7 @@ def child(options):
             continue
         board.removed = name
         found = {"name": name, "test": "", "error": ""}
+        outcomes = [""]
         if first:
             # What stands here if the run ends with it.
             (folder / "now").write_text(json.dumps({**found, "test": "?"}))
@@ -419,18 +435,17 @@ def child(options):
             os.environ["KERAS_TP_RANK_FOLDER"] = str(folder / f"ranks_{step}")
             passed = run_pytest(board, ["-x", *tried])
             outcome = "" if passed else str(board.failure or "failed")
-            outcome = agreed(folder, step, outcome)
-            if outcome:
+            outcomes = agreed(folder, step, outcome)
+            if any(outcomes):
                 test = board.failed or tried[0]
-                found.update(test=test, error=outcome)
+                found.update(test=test, error=says_most(outcomes))
                 break
         done.append(name)
         if first:
             with results.open("a") as file:
                 print(json.dumps(found), file=file)
         agreed(folder, f"end_{len(done)}", "")
-        if is_broken(found["error"]):
-            # In this run, every test that communicates would fail from now on.
+        if not are_in_step(outcomes):
             sys.exit(AGAIN)
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if used > ENOUGH and is_alone():
