@@ -11,7 +11,7 @@ exec((ROOT / "keras_tp" / "version.py").read_text(), VERSION)
 BACKENDS = {
     "jax": ["jax>=0.7", "jaxlib>=0.7"],
     "tensorflow": ["tensorflow>=2.20"],
-    "torch": ["torch>=2.13,<2.14"],
+    "torch": ["torch>=2.13,<2.16"],
     "torch-xla": ["torch==2.9.*", "torch_xla>=2.9,<2.10"],
 }
 
@@ -49,6 +49,8 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     cmdclass={"build_py": BuildWithoutTests},
