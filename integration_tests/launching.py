@@ -43,7 +43,7 @@ def environment(devices=None, **variables):
 
 
 def output_of(*arguments, folder=ROOT, timeout=300):
-    """Runs Python and returns what it prints. An exit code but 0 is an error.
+    """Runs Python and returns what it prints. A nonzero exit code is an error.
 
     Args:
         *arguments: Strings, of Python.

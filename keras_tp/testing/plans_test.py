@@ -190,7 +190,7 @@ def test_training_on_two_axes(name):
 
 
 def counted(one):
-    """Returns the plan of a case, its model, and what a step of it sends."""
+    """Returns a plan, its model, and the collectives of a step."""
     plan = distribution.plan_sharding(one.build, models.mesh())
     with plan.distribution().scope():
         model = one.build()
