@@ -43,7 +43,7 @@ def environment(devices=None, **variables):
 
 
 def output_of(*arguments, folder=ROOT, timeout=300):
-    """Runs Python and returns what it prints. A nonzero exit code is an error.
+    """Runs Python, which has to succeed, and returns its standard output.
 
     Args:
         *arguments: Strings, of Python.
